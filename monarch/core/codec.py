@@ -1,0 +1,363 @@
+"""Objects to parts and back: the one place that pickles.
+
+It decides what travels by value (lambdas, local classes, functions and classes of `__main__`: cloudpickle's rules) and
+what by reference (everything that can be imported), which buffers leave the pickle, and who owns them:
+
+- An encoded message is `[pickle, *buffers]`. Buffers of `OUT_OF_BAND_BYTES` and more leave the pickle: arrays and
+  tensors wherever they are (`monarch.core.tensors`), and `bytes`, `bytearray` and `memoryview` where they are seen in
+  the arguments or in a few levels of plain tuples, lists and dicts. Elsewhere these stay in the pickle, which costs a
+  copy on either side. A `memoryview` arrives as `bytes`, as with cloudpickle.
+- The encoder hands out *private snapshots*: memory that the sender could still change is copied, once, into memory from
+  `allocate`; only `bytes`, which nobody can change, are passed on uncopied. So the sender may go on writing at once.
+- `decode` takes ownership of the parts: results are built over them, writable and uncopied. A part that is `bytes` is
+  copied where the result must be writable. Who decodes parts more than once gives each a copy (`private_parts`).
+
+It leaves to others what the buffers travel in, and how objects of the library (references, ports) reduce themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copyreg
+import io
+import mmap
+import pickle
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from types import FunctionType
+from typing import Any, Final
+
+import cloudpickle
+from cloudpickle import cloudpickle as _cloudpickle
+
+from monarch.core import tensors
+from monarch.core.tensors import HOLE, OUT_OF_BAND_BYTES, Outbox, Reducer
+from monarch.transports.base import Buffer
+
+Allocate = Callable[[int], memoryview]
+"""Gives `n` writable bytes that nobody else uses; `encode` fills them. A transport may offer its shared memory."""
+
+_ATOMS: Final = frozenset((type(None), bool, int, float, str))
+_BULK: Final = frozenset((bytes, bytearray, memoryview))
+_MAX_DEPTH: Final = 4
+_MAX_ITEMS: Final = 64
+_SIMPLE, _OTHER, _LARGE = range(3)
+
+
+def encode(obj: object, allocate: Allocate | None = None, explain: bool = True) -> list[Buffer]:
+    """`obj` as `[pickle, *buffers]`. The parts are private to the caller, and stay right when `obj` changes later.
+
+    Raises:
+        Exception: what pickling raised, of unchanged type, with a note that names the place inside `obj` (`explain`).
+    """
+    verdict = _survey(obj, _MAX_DEPTH)
+    if verdict == _SIMPLE:
+        return [pickle.dumps(obj, 5)]
+    try:
+        return _dump(obj, allocate, verdict)
+    except Exception as error:
+        if explain:
+            _blame(error, [("the value", obj)])
+        raise
+
+
+def encode_call(
+    args: tuple[Any, ...], kwargs: dict[str, Any], allocate: Allocate | None = None, names: Sequence[str] = ()
+) -> list[Buffer]:
+    """As `encode((args, kwargs))`, for the arguments of a call. `names`, of positional parameters, are for the note.
+
+    Raises:
+        Exception: what pickling raised, of unchanged type, with a note such as "argument 2 ('x')['k'][0] is a
+            _thread.lock, which cannot be pickled".
+    """
+    if not kwargs and _ATOMS.issuperset(map(type, args)):
+        return [pickle.dumps((args, kwargs), 5)]  # 0.6 us for three plain arguments
+    call = (args, kwargs)
+    verdict = _survey(args, _MAX_DEPTH)
+    if kwargs and verdict != _LARGE:
+        verdict = max(verdict, _survey(kwargs, _MAX_DEPTH))
+    if verdict == _SIMPLE:
+        return [pickle.dumps(call, 5)]
+    try:
+        return _dump(call, allocate, verdict)
+    except Exception as error:
+        named = [(f"argument {i}" + (f" ({n!r})" if n else ""), a) for i, n, a in _numbered(args, names)]
+        _blame(error, [*named, *((f"argument {name!r}", value) for name, value in kwargs.items())])
+        raise
+
+
+def decode(parts: Sequence[Buffer]) -> Any:
+    """What `encode` was given. Takes ownership of `parts`: arrays and tensors are built over them, not copied.
+
+    Raises:
+        Exception: whatever unpickling raises; the code of users runs here.
+    """
+    if len(parts) == 1:
+        return pickle.loads(parts[0])
+    return _Unpickler(parts).load()
+
+
+def private_parts(parts: Sequence[Buffer]) -> list[Buffer]:
+    """The same message for one more receiver in this process: what `decode` would hand out writable is copied."""
+    return [part if type(part) is bytes else bytearray(part) for part in parts]
+
+
+# What is simple, what is large
+
+
+def _survey(value: object, depth: int) -> int:
+    """Looks a few levels into plain containers: only plain values, or other things too, or large bytes among them?"""
+    kind = type(value)
+    if kind in _ATOMS:
+        return _SIMPLE
+    items: Any
+    if kind is tuple or kind is list:
+        items = value
+    elif kind is dict:
+        if not _ATOMS.issuperset(map(type, value)):  # type: ignore[call-overload]
+            return _OTHER
+        items = value.values()  # type: ignore[attr-defined]
+    elif kind in _BULK:
+        return _bulk(value)
+    else:
+        return _OTHER
+    if len(items) > _MAX_ITEMS:
+        # The pickler is as fast as a look at each item; a sample finds the lists of large bytes.
+        return max(_bulk(item) if type(item) in _BULK else _OTHER for item in islice(items, _MAX_ITEMS))
+    verdict = _SIMPLE
+    for item in items:
+        if type(item) in _ATOMS:
+            continue
+        found = _survey(item, depth - 1) if depth else _OTHER
+        if found > verdict:
+            if found == _LARGE:
+                return found
+            verdict = found
+    return verdict
+
+
+def _bulk(value: Any) -> int:
+    size = value.nbytes if type(value) is memoryview else len(value)
+    if size >= OUT_OF_BAND_BYTES:
+        return _LARGE
+    return _OTHER if type(value) is memoryview else _SIMPLE
+
+
+# Encoding
+
+
+def _dump(obj: object, allocate: Allocate | None, verdict: int) -> list[Buffer]:
+    tensors.install_reducers(_reducers)
+    outbox = _Outbox(allocate or allocate_plain)
+    file = io.BytesIO()
+    kind = _BulkPickler if verdict == _LARGE else _Pickler
+    pickler = kind(file, outbox)
+    try:
+        pickler.dump(obj)
+    except pickle.PicklingError:
+        if not _by_reference:
+            raise
+        _by_reference.clear()  # a module may have been reloaded since: its old classes go by value now
+        outbox = _Outbox(allocate or allocate_plain)
+        file = io.BytesIO()
+        kind(file, outbox).dump(obj)
+    return [file.getvalue(), *outbox.parts, *reversed(outbox.bulk)]
+
+
+def allocate_plain(size: int) -> memoryview:
+    """Memory of this process, not zeroed first where that can be had. 64 MiB, filled: 14 ms through numpy or a mapping
+    with huge pages, 75 ms through a `bytearray`."""
+    numpy = sys.modules.get("numpy")
+    if hasattr(numpy, "empty"):
+        return memoryview(numpy.empty(size, numpy.uint8))  # type: ignore[union-attr]
+    if size < 1 << 20 or not hasattr(mmap, "MAP_ANONYMOUS"):
+        return memoryview(bytearray(size))
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(memory)
+
+
+class _Outbox(Outbox):
+    """Collects the buffers of one message: `parts` in the order in which the pickle asks for them, and `bulk` (bytes
+    and bytearrays) which it names by number, so that they come last, backwards."""
+
+    __slots__ = ("allocate", "bulk", "parts", "places")
+
+    def __init__(self, allocate: Allocate) -> None:
+        self.allocate = allocate
+        self.parts: list[Buffer] = []
+        self.bulk: list[Buffer] = []
+        self.places: dict[int, tuple[int, bool, object]] = {}
+
+    def room(self, size: int) -> memoryview:
+        memory = self.allocate(size)
+        self.parts.append(memory)
+        return memory
+
+    def take(self, buffer: pickle.PickleBuffer) -> bool:
+        """The callback of the pickler. Our own reducers have left their snapshot in `parts` already; the buffers of
+        others (subclasses of arrays, for instance) are still the sender's memory."""
+        if buffer is not HOLE:
+            view = buffer.raw()
+            if view.nbytes < OUT_OF_BAND_BYTES:
+                return True
+            if type(view.obj) is bytes and view.nbytes == len(view.obj):
+                self.parts.append(view.obj)
+            else:
+                self.room(view.nbytes)[:] = view
+        return False
+
+
+_reducers: dict[type, Reducer] = {}
+_by_reference: dict[int, object] = {}
+"""Classes and functions that were found importable, by id. They are kept alive; their modules do that anyway. Saves
+cloudpickle's look-up of 1 us for each class or function in each message."""
+_by_value_modules: Any = getattr(_cloudpickle, "_PICKLE_BY_VALUE_MODULES", (None,))
+
+
+def register(kind: type, reducer: Reducer) -> None:
+    """Reduce objects of exactly this class by `reducer(obj, outbox)`; `NotImplemented` means pickle's own way."""
+    _reducers[kind] = reducer
+
+
+class _DispatchTable(dict[type, Any]):
+    """A plain dict is looked up in C; cloudpickle's ChainMap costs 1 us for each object of a class."""
+
+    def __missing__(self, kind: type) -> Any:
+        return copyreg.dispatch_table[kind]
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined, unused-ignore]
+    dispatch_table = _DispatchTable(cloudpickle.Pickler._dispatch_table)
+
+    def __init__(self, file: io.BytesIO, outbox: _Outbox) -> None:
+        super().__init__(file, 5, buffer_callback=outbox.take)
+        self.outbox = outbox
+
+    dump = pickle.Pickler.dump  # cloudpickle's turns RecursionError into another error
+
+    def reducer_override(self, obj: Any) -> Any:
+        kind = type(obj)
+        reducer = _reducers.get(kind)
+        if reducer is not None:
+            return reducer(obj, self.outbox)
+        if kind is not FunctionType and not issubclass(kind, type):
+            return NotImplemented
+        if _by_reference.get(id(obj)) is obj and not _by_value_modules:
+            return NotImplemented
+        reduced = super().reducer_override(obj)
+        if reduced is NotImplemented and not _by_value_modules:
+            _by_reference[id(obj)] = obj
+        return reduced
+
+
+class _BulkPickler(_Pickler):
+    """Takes large bytes out of the pickle, at any depth. Pickle offers no other hook for exact `bytes`; this one is
+    called for every object (0.1 us), so it is used only where `_survey` saw that it pays (64 KiB cost 4 us to copy)."""
+
+    def persistent_id(self, obj: Any) -> tuple[int, bool] | None:
+        kind = type(obj)
+        if kind not in _BULK or _bulk(obj) != _LARGE:
+            return None
+        outbox = self.outbox
+        place = outbox.places.get(id(obj))
+        if place is None:
+            part: Buffer
+            if kind is bytes:
+                part = obj
+            elif kind is memoryview and type(obj.obj) is bytes and obj.c_contiguous:
+                part = obj.cast("B")
+            elif kind is bytearray and outbox.allocate is allocate_plain:
+                part = bytearray(obj)  # arrives as itself where no transport is in between
+            else:
+                view = memoryview(obj)
+                part = outbox.allocate(view.nbytes)
+                part[:] = view.cast("B") if view.c_contiguous else view.tobytes()
+            place = outbox.places[id(obj)] = len(outbox.bulk), kind is bytearray, obj
+            outbox.bulk.append(part)
+        return place[:2]
+
+
+# Decoding
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, parts: Sequence[Buffer]) -> None:
+        super().__init__(io.BytesIO(parts[0]), buffers=_writable(parts[1:]))
+        self._parts = parts
+        self._loaded: dict[int, bytes | bytearray] = {}
+
+    def persistent_load(self, pid: tuple[int, bool]) -> bytes | bytearray:
+        at, mutable = pid
+        loaded = self._loaded.get(at)
+        if loaded is None:
+            part = self._parts[-1 - at]
+            kind = bytearray if mutable else bytes
+            loaded = self._loaded[at] = part if type(part) is kind else kind(part)
+        return loaded
+
+
+def _writable(parts: Iterable[Buffer]) -> Iterator[Buffer]:
+    for part in parts:
+        yield bytearray(part) if type(part) is bytes or (type(part) is memoryview and part.readonly) else part
+
+
+# Who is to blame
+
+
+def _numbered(args: Iterable[Any], names: Sequence[str]) -> Iterator[tuple[int, str, Any]]:
+    for at, value in enumerate(args):
+        yield at + 1, names[at] if at < len(names) else "", value
+
+
+def _blame(error: Exception, named: list[tuple[str, Any]]) -> None:
+    """Add a note to `error` that names the innermost value that cannot be pickled. Pickles the values a few times."""
+    try:
+        path = _culprit(named, 16)
+        if path is not None:
+            error.add_note(f"{path[0]} is a {_type_name(type(path[1]))}, which cannot be pickled")
+    except Exception:  # the note is a courtesy: the error itself matters more
+        pass
+
+
+def _culprit(named: Iterable[tuple[str, Any]], depth: int) -> tuple[str, Any] | None:
+    for path, value in named:
+        if type(value) in _ATOMS or type(value) in _BULK:
+            continue
+        if type(value) in _reducers and not getattr(value.dtype, "hasobject", False):
+            continue  # would copy all its memory
+        try:
+            _dump(value, None, _OTHER)
+        except Exception:
+            return (_culprit(_children(path, value), depth - 1) if depth else None) or (path, value)
+    return None
+
+
+def _children(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, (tuple, list)):
+        yield from ((f"{path}[{at}]", item) for at, item in enumerate(value))
+    elif isinstance(value, dict):
+        yield from ((f"{path}[{_short(key)}]", item) for key, item in value.items())
+        yield from ((f"key {_short(key)} of {path}", key) for key in value)
+    elif isinstance(value, (set, frozenset)):
+        yield from ((f"an item of {path}", item) for item in value)
+    elif isinstance(value, FunctionType):
+        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=False):
+            yield f"variable {name!r} of {path}", cell.cell_contents
+        for name in value.__code__.co_names:
+            if name in value.__globals__:
+                yield f"global {name!r} of {path}", value.__globals__[name]
+    elif not isinstance(value, type) and "__getstate__" not in vars(type(value)) and hasattr(value, "__dict__"):
+        yield from ((f"{path}.{name}", item) for name, item in vars(value).items())
+
+
+def _short(key: object) -> str:
+    text = repr(key)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _type_name(kind: type) -> str:
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"

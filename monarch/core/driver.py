@@ -1,0 +1,264 @@
+"""Which thread drives the links. The one place where this is decided.
+
+Somebody must wait for descriptors, take frames in and hand them on: that is one call, `pump(timeout_s)`, made by one
+thread at a time. A thread that has to wait for something (a reply, a message) waits on a `Signal`, through the driver:
+
+- `ThreadDriver`: a side thread pumps, always. Each message costs a hop from it to the thread that waits.
+- `CallerDriver`: the thread that waits pumps until its own signal is set (the leader); others that wait meanwhile
+  follow, and one of them is promoted when the leader leaves. A side thread takes over within `_TAKE_OVER_S` whenever no
+  waiting thread leads, because they are all in user code, and gives the lead back as soon as one asks for it. So a call
+  between two processes needs no thread hop, and heartbeats never wait for user code.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Final, Protocol
+
+_TAKE_OVER_S: Final = 0.010
+
+
+class Signal:
+    """Wakes one waiting thread. `notify` may come from any thread, before or during the wait; it is never lost.
+
+    The waiter calls `clear`, looks whether what it waits for is there, and only then waits.
+    """
+
+    __slots__ = ("_lock", "is_set", "wake")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+        self.is_set = False
+        self.wake: Callable[[], None] | None = None
+        """How to wake the waiter while it sleeps on a descriptor and not on the lock."""
+
+    def notify(self) -> None:
+        if not self.is_set:
+            self.is_set = True
+            self.nudge()
+
+    def nudge(self) -> None:
+        """Let the waiter look again, without setting the signal."""
+        wake = self.wake
+        if wake is not None:
+            wake()
+        elif self._lock.locked():
+            try:
+                self._lock.release()
+            except RuntimeError:
+                pass  # another thread released it in between: the waiter is awake
+
+    def clear(self) -> None:
+        self.is_set = False
+
+    def sleep(self, timeout_s: float | None) -> None:
+        """Sleep on the lock until nudged; may return early."""
+        if timeout_s is None:
+            self._lock.acquire()
+        else:
+            self._lock.acquire(timeout=min(max(timeout_s, 0.0), threading.TIMEOUT_MAX))
+
+
+class Driver(Protocol):
+    def start(self, pump: Callable[[float | None], None], wake: Callable[[], None], name: str) -> None:
+        """Begin. `pump(timeout_s)` takes in what arrives, once; `wake()` makes a running pump return."""
+        ...
+
+    def wait(self, signal: Signal, timeout_s: float | None = None) -> bool:
+        """Block the calling thread until `signal` is set; False when the time is over first."""
+        ...
+
+    def stop(self) -> None:
+        """Pump no more. Threads that wait go on waiting for their signals."""
+        ...
+
+
+def _sleep_until_set(signal: Signal, timeout_s: float | None) -> bool:
+    deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+    while not signal.is_set:
+        left_s = None if deadline_s is None else deadline_s - time.monotonic()
+        if left_s is not None and left_s <= 0:
+            return False
+        signal.sleep(left_s)
+    return True
+
+
+class ThreadDriver:
+    """A side thread pumps, always."""
+
+    def __init__(self) -> None:
+        self._stopping = False
+
+    def start(self, pump: Callable[[float | None], None], wake: Callable[[], None], name: str) -> None:
+        self._pump, self._wake = pump, wake
+        self._thread = threading.Thread(target=self._run, name=f"monarch-io {name}", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stopping:
+            self._pump(None)
+
+    def wait(self, signal: Signal, timeout_s: float | None = None) -> bool:
+        return _sleep_until_set(signal, timeout_s)
+
+    def stop(self) -> None:
+        self._stopping = True
+        self._wake()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(5.0)
+
+
+class CallerDriver:
+    """Leader and followers, with a side thread that leads when nobody else does."""
+
+    def __init__(self) -> None:
+        self._stopping = False
+        self._lead = threading.Lock()
+        self._followers: deque[Signal] = deque()
+        self._led_at_s = 0.0  # when a waiting thread led last
+        self._leads = 0  # how often one began to
+        self._side_leads = False
+        self._side_rests = False  # the side thread sleeps until the leader leaves
+        self._side_signal = Signal()
+
+    def start(self, pump: Callable[[float | None], None], wake: Callable[[], None], name: str) -> None:
+        self._pump, self._wake = pump, wake
+        self._thread = threading.Thread(target=self._side, name=f"monarch-io {name}", daemon=True)
+        self._thread.start()
+
+    def wait(self, signal: Signal, timeout_s: float | None = None) -> bool:
+        if signal.is_set:
+            return True
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while not signal.is_set:
+            left_s = None if deadline_s is None else deadline_s - time.monotonic()
+            if left_s is not None and left_s <= 0:
+                return False
+            if self._stopping:
+                return _sleep_until_set(signal, left_s)
+            if self._lead.acquire(blocking=False):
+                self._leads += 1
+                try:
+                    self._lead_until(signal, deadline_s)
+                finally:
+                    self._led_at_s = time.monotonic()
+                    self._lead.release()
+                    self._promote()
+                    if self._side_rests:
+                        self._side_rests = False
+                        self._side_signal.nudge()
+            else:
+                self._follow(signal, left_s)
+        return True
+
+    def _lead_until(self, signal: Signal, deadline_s: float | None) -> None:
+        signal.wake = self._wake
+        try:
+            while not signal.is_set and not self._stopping:
+                left_s = None if deadline_s is None else deadline_s - time.monotonic()
+                if left_s is not None and left_s <= 0:
+                    return
+                self._pump(left_s)
+        finally:
+            signal.wake = None
+
+    def _follow(self, signal: Signal, left_s: float | None) -> None:
+        self._followers.append(signal)
+        try:
+            if not self._lead.locked():
+                return  # the leader left before it could see this follower
+            if self._side_leads:
+                self._wake()
+            if not signal.is_set:
+                signal.sleep(left_s)
+        finally:
+            try:
+                self._followers.remove(signal)
+            except ValueError:
+                # Promoted. When the signal was set at the same moment, this thread will not lead: pass it on.
+                if signal.is_set:
+                    self._promote()
+
+    def _promote(self) -> None:
+        try:
+            self._followers.popleft().nudge()
+        except IndexError:
+            pass
+
+    def _side(self) -> None:
+        """Lead whenever no waiting thread has led for a while; give way as soon as one waits.
+
+        While calls follow each other it only looks every `_TAKE_OVER_S`; beside a leader that idles it sleeps, so that
+        an idle process is idle.
+        """
+        seen = -1
+        while not self._stopping:
+            idle_s = time.monotonic() - self._led_at_s
+            if idle_s < _TAKE_OVER_S:
+                self._side_signal.sleep(_TAKE_OVER_S - idle_s)
+            elif self._lead.acquire(blocking=False):
+                self._side_leads = True
+                try:
+                    while not self._followers and not self._stopping:
+                        self._pump(None)
+                finally:
+                    self._side_leads = False
+                    self._led_at_s = time.monotonic()
+                    self._lead.release()
+                    self._promote()
+            elif seen != self._leads:
+                seen = self._leads
+                self._side_signal.sleep(_TAKE_OVER_S)
+            else:
+                self._side_rests = True
+                if self._lead.locked():
+                    self._side_signal.sleep(None)
+                self._side_rests = False
+
+    def stop(self) -> None:
+        self._stopping = True
+        self._wake()
+        self._side_signal.nudge()
+        for signal in list(self._followers):
+            signal.nudge()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(5.0)
+
+
+def make_driver(name: str) -> Driver:
+    """Raises: ValueError for a name that is none of the drivers."""
+    if name == "caller":
+        return CallerDriver()
+    if name == "thread":
+        return ThreadDriver()
+    raise ValueError(f"link_driver is {name!r}; it can be 'caller' or 'thread'")
+
+
+class WakeFd:
+    """A descriptor that any thread can make readable, to end a poll."""
+
+    def __init__(self) -> None:
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def wake(self) -> None:
+        if self._fd >= 0:
+            os.eventfd_write(self._fd, 1)
+
+    def drain(self) -> None:
+        try:
+            os.eventfd_read(self._fd)
+        except BlockingIOError:
+            pass
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)

@@ -1,0 +1,124 @@
+"""What routers see of a message: a fixed head of numbers, and opaque parts.
+
+A message on the wire is `[head, *parts]`. The head is 64 bytes that a router reads without unpickling anything; what
+the parts are is agreed between the layer that encodes and the one that decodes (`mesh`), and nobody's business between.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum, IntFlag
+from struct import Struct
+from typing import Final
+
+from attrs import define
+
+from monarch.errors import RemoteProtocolError
+from monarch.transports.base import Buffer
+
+HEAD: Final = Struct("<BBHIQQQQQQQ")
+
+
+class Kind(IntEnum):
+    CALL = 1
+    """To an actor: parts are the call's description, then the encoded arguments."""
+    PORT = 2
+    """To a port: parts are an encoded value, or an encoded error where `Flag.ERROR` is set."""
+    BOUNCE = 3
+    """Back to the sender of a message that could not be delivered: parts are an encoded `Down`."""
+    SYSTEM = 4
+    """To the agent of a process: parts are an encoded tuple, the name of the request first."""
+    SPAWN = 5
+    """To a process: become the actor `dst_actor`. Parts are what the layer above needs for it."""
+
+
+class Flag(IntFlag):
+    ERROR = 1
+    """A PORT message that carries an error and not a value."""
+    RAW_ERROR = 2
+    """The error is to be raised as it is, unwrapped (`Port.exception`)."""
+    SILENT = 4
+    """Do not report it when this message bounces."""
+    SEQUENCED = 8
+    """`seq` counts this sender's messages to this actor; the receiver restores that order."""
+
+
+MESSAGE_TTL: Final = 64
+
+
+@define(eq=False)
+class Envelope:
+    """One message. `reply_port` is a port of the sender's process, 0 for none; `rank` is the receiver's number in the
+    view that was called, and in a reply the number of the one who replies."""
+
+    kind: int
+    dst_proc: int
+    dst_actor: int
+    dst_port: int
+    src_proc: int
+    src_actor: int
+    parts: list[Buffer]
+    flags: int = 0
+    rank: int = 0
+    seq: int = 0
+    reply_port: int = 0
+    ttl: int = MESSAGE_TTL
+
+    def head(self) -> bytes:
+        return HEAD.pack(
+            self.kind,
+            self.flags,
+            self.ttl,
+            self.rank,
+            self.dst_proc,
+            self.dst_actor,
+            self.dst_port,
+            self.src_proc,
+            self.src_actor,
+            self.seq,
+            self.reply_port,
+        )
+
+    def reply(self, parts: list[Buffer], flags: int = 0) -> Envelope:
+        """The message that answers this one, to its reply port."""
+        return Envelope(
+            Kind.PORT,
+            self.src_proc,
+            self.src_actor,
+            self.reply_port,
+            self.dst_proc,
+            self.dst_actor,
+            parts,
+            flags,
+            self.rank,
+        )
+
+    def bounce(self, parts: list[Buffer]) -> Envelope:
+        """The message that tells this one's sender that it was not delivered."""
+        return Envelope(
+            Kind.BOUNCE,
+            self.src_proc,
+            self.src_actor,
+            self.reply_port,
+            self.dst_proc,
+            self.dst_actor,
+            parts,
+            self.flags,
+            self.rank,
+        )
+
+    @property
+    def size_bytes(self) -> int:
+        return HEAD.size + sum(len(part) for part in self.parts)
+
+
+def parse(frame: list[Buffer]) -> Envelope:
+    """The envelope of a frame `[head, *parts]`; the parts are not copied.
+
+    Raises:
+        RemoteProtocolError: the head is not one.
+    """
+    head = frame[0]
+    if len(head) != HEAD.size:
+        raise RemoteProtocolError(f"a message head of {len(head)} bytes, not {HEAD.size}")
+    kind, flags, ttl, rank, dst_proc, dst_actor, dst_port, src_proc, src_actor, seq, reply = HEAD.unpack(head)
+    return Envelope(kind, dst_proc, dst_actor, dst_port, src_proc, src_actor, frame[1:], flags, rank, seq, reply, ttl)

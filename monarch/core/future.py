@@ -1,0 +1,246 @@
+"""Futures: a result that comes later. Block on it, or await it from any loop, any number of times.
+
+A future is a small lock-based cell with callbacks. It is completed by whichever thread drives the links, with a thunk:
+decoding (and everything of the user's that it runs) happens in the first thread that looks at the result.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import threading
+import warnings
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from typing import Any, Generic, TypeVar
+
+from monarch.core.driver import Driver, Signal
+
+R = TypeVar("R")
+_cell_lock = threading.Lock()  # guards every future's completion and callbacks; held for some instructions only
+
+
+class Future(Generic[R]):
+    """The result of a call. Made by the library; constructing one is a TypeError.
+
+    The message has left when the verb returned; waiting only observes. The result is kept: every observer, in any
+    thread and loop, gets the same value or the same exception object. A time-out neither cancels nor consumes.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_callbacks",
+        "_done",
+        "_driver",
+        "_error",
+        "_explain",
+        "_resolving",
+        "_thunk",
+        "_value",
+    )
+
+    def __init__(self) -> None:
+        raise TypeError("futures come from calls; they cannot be constructed")
+
+    @classmethod
+    def _pending(cls, driver: Driver | None, explain: Callable[[], str] | None = None) -> Future[R]:
+        """A future that nobody has completed. `explain` says what is waited for, for the text of a TimeoutError."""
+        self = cls.__new__(cls)
+        self._driver = driver
+        self._explain = explain
+        self._done = False
+        self._thunk: Callable[[], R] | None = None
+        self._resolving: threading.RLock | None = None
+        self._callbacks: list[Callable[[], None]] | None = None
+        self._value: Any = None
+        self._error: BaseException | None = None
+        return self
+
+    @classmethod
+    def _completed(cls, value: R) -> Future[R]:
+        self = cls._pending(None)
+        self._done = True
+        self._value = value
+        return self
+
+    @classmethod
+    def _from_coro(cls, coro: Coroutine[Any, Any, R]) -> Future[R]:
+        """Run `coro` on a thread of its own with a loop of its own."""
+        self = cls._pending(None)
+
+        def run() -> None:
+            try:
+                value = asyncio.run(coro)
+            except BaseException as error:
+                self._fail(error)
+            else:
+                self._complete(lambda: value)
+
+        threading.Thread(target=run, daemon=True, name="monarch-coroutine").start()
+        return self
+
+    # ---- completion, by the library
+
+    def _complete(self, thunk: Callable[[], R]) -> bool:
+        """Complete with a thunk that gives the value or raises; False when it was complete already."""
+        with _cell_lock:
+            if self._done:
+                return False
+            self._thunk = thunk
+            self._done = True
+            callbacks, self._callbacks = self._callbacks, None
+        if callbacks is not None:
+            for callback in callbacks:
+                callback()
+        return True
+
+    def _fail(self, error: BaseException) -> bool:
+        def thunk() -> R:
+            raise error
+
+        return self._complete(thunk)
+
+    def _on_done(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once, when complete; at once if it is. It must not block or raise."""
+        with _cell_lock:
+            if not self._done:
+                if self._callbacks is None:
+                    self._callbacks = [callback]
+                else:
+                    self._callbacks.append(callback)
+                return
+        callback()
+
+    def _discard_callback(self, callback: Callable[[], None]) -> None:
+        with _cell_lock:
+            if self._callbacks is not None and callback in self._callbacks:
+                self._callbacks.remove(callback)
+
+    # ---- observation, by anybody
+
+    def done(self) -> bool:
+        """Whether the result is there."""
+        return self._done
+
+    def _resolve(self) -> R:
+        """The value, or raises the exception. Runs the thunk once, in the first thread that looks."""
+        if self._thunk is not None:
+            with _cell_lock:
+                if self._resolving is None:
+                    self._resolving = threading.RLock()
+                lock = self._resolving
+            with lock:
+                thunk = self._thunk
+                if thunk is not None:
+                    try:
+                        self._value = thunk()
+                    except BaseException as error:
+                        self._error = error
+                    self._thunk = None
+        if self._error is not None:
+            raise self._error
+        value: R = self._value
+        return value
+
+    def _wait(self, timeout: float | None) -> bool:
+        if self._done:
+            return True
+        signal = Signal()
+        self._on_done(signal.notify)
+        if self._driver is not None:
+            done = self._driver.wait(signal, timeout)
+        else:
+            from monarch.core.driver import _sleep_until_set
+
+            done = _sleep_until_set(signal, timeout)
+        if not done:
+            self._discard_callback(signal.notify)
+        return done
+
+    def get(self, timeout: float | None = None) -> R:
+        """Block until the result is there, and return it or raise its exception.
+
+        Args:
+            timeout: seconds; None waits for as long as the other side lives.
+
+        Raises:
+            ValueError: `timeout` is negative, infinite or not a number.
+            TimeoutError: it was not there in time; the future can be waited for again.
+        """
+        if timeout is not None and not (timeout >= 0 and math.isfinite(timeout)):
+            raise ValueError(f"timeout is {timeout!r}; it must be a number of seconds, not negative, or None")
+        if not self._done:
+            if asyncio._get_running_loop() is not None:
+                warnings.warn(
+                    "Future.get() blocks the active event loop of this thread: use `await future`",
+                    UserWarning,
+                    stacklevel=2,
+                )
+            if not self._wait(timeout):
+                what = f" for {self._explain()}" if self._explain is not None else ""
+                raise TimeoutError(f"no result within {timeout:g} s{what}")
+        return self._resolve()
+
+    result = get
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """The exception, or None for a value. A time-out is returned as a TimeoutError, not raised."""
+        try:
+            self.get(timeout)
+        except BaseException as error:
+            if isinstance(error, ValueError) and not self._done:
+                raise
+            if isinstance(error, (KeyboardInterrupt, SystemExit)) and error is not self._error:
+                raise
+            return error
+        return None
+
+    def __await__(self) -> Generator[Any, None, R]:
+        if asyncio._get_running_loop() is None:
+            raise ValueError("a future can be awaited only inside a running event loop; use .get() here")
+        if not self._done:
+            yield from self._bridge().__await__()
+        return self._resolve()
+
+    def _bridge(self) -> asyncio.Future[None]:
+        """An asyncio future of the running loop that completes with this one; cancelling it leaves this one alone."""
+        loop = asyncio.get_running_loop()
+        bridge: asyncio.Future[None] = loop.create_future()
+
+        def finish() -> None:
+            if not bridge.done():
+                bridge.set_result(None)
+
+        def on_done() -> None:
+            try:
+                loop.call_soon_threadsafe(finish)
+            except RuntimeError:
+                pass  # the loop is closed: nobody waits any more
+
+        self._on_done(on_done)
+        bridge.add_done_callback(lambda b: self._discard_callback(on_done) if b.cancelled() else None)
+        return bridge
+
+    def as_asyncio(self) -> asyncio.Future[R]:
+        """An asyncio future of the running loop with the same result.
+
+        Raises:
+            RuntimeError: no loop runs in this thread; nothing is consumed.
+        """
+        loop = asyncio.get_running_loop()
+
+        async def observe() -> R:
+            return await self
+
+        return loop.create_task(observe())
+
+    def __repr__(self) -> str:
+        state = "pending" if not self._done else "failed" if self._error is not None else "done"
+        return f"<Future {state}>"
+
+
+async def settle(value: Awaitable[R] | R) -> R:
+    """Await `value` if it is awaitable."""
+    if inspect.isawaitable(value):
+        return await value
+    return value

@@ -1,0 +1,314 @@
+"""One running actor: a thread, a loop, a mailbox, one message at a time.
+
+Theory of operation. The thread runs the actor's `ActorLoop`; its `turn` is called whenever asyncio has nothing ready:
+
+```
+    BORN ──construct──► SERVING ──stop, mailbox drained──► ENDING ──► ENDED
+      └──────── construct failed, or an endpoint failed ─────┘
+```
+
+In a turn, control messages come first (supervision, stop), then calls, of which one is served at a time: while an `async`
+endpoint waits, the loop runs other tasks and control messages, but no further call is taken. What an actor does is its
+`Behavior`, which the layer above supplies; this module knows nothing of endpoints and pickles.
+
+An actor that ends refuses what is still queued, releases what it owns, runs its cleanup, which has a time limit, and
+then reports a `Down` to its process, once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import itertools
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Protocol
+
+from monarch.core.driver import Signal
+from monarch.core.envelope import Envelope
+from monarch.core.ids import ActorId
+from monarch.core.loop import ActorLoop, hidden_loop
+from monarch.core.mailbox import Mailbox
+from monarch.core.monitor import Down
+from monarch.log import get_logger
+
+if TYPE_CHECKING:
+    from monarch.core.proc import Proc
+
+log = get_logger("monarch.instance")
+
+current_instance: contextvars.ContextVar[Sender | None] = contextvars.ContextVar("monarch_instance", default=None)
+"""The actor whose code runs, carried by contextvars into its tasks and threads."""
+
+
+class Sender:
+    """Who messages come from: an actor, or the client. Numbers what it sends, per destination."""
+
+    def __init__(self, proc: Proc, actor_id: ActorId) -> None:
+        self.proc_runtime = proc
+        self.actor_id = actor_id
+        self._counters: dict[tuple[int, int], itertools.count[int]] = {}
+
+    def next_seq(self, proc_key: int, actor_number: int) -> int:
+        """The number of this sender's next message to that actor. Atomic under the interpreter lock."""
+        counter = self._counters.get((proc_key, actor_number))
+        if counter is None:
+            counter = self._counters.setdefault((proc_key, actor_number), itertools.count())
+        return next(counter)
+
+    def undeliverable(self, envelope: Envelope, down: Down) -> None:
+        """A message of this sender that nobody waits for came back. Runs on the driving thread."""
+        log.debug("message.undeliverable", sender=str(self.actor_id), reason=down.reason)
+
+
+class Work(Protocol):
+    """What `Behavior.handle` gives back for a call that has to wait."""
+
+    coro: Coroutine[Any, Any, Down | None]
+    concurrent: bool
+
+
+class Behavior(Protocol):
+    """What an actor does. All methods run on the actor's thread, in the context that `Instance` gives them."""
+
+    def construct(self) -> Down | None:
+        """Make the user's object. Returns why it failed, or None."""
+        ...
+
+    def handle(self, envelope: Envelope) -> Work | Down | None:
+        """Serve a call, completely or up to a `Work`. A `Down` means that it killed the actor."""
+        ...
+
+    def abandon(self, envelope: Envelope, down: Down) -> None:
+        """A call that will not be served any more (or whose service was broken off): tell its sender."""
+        ...
+
+    def release(self, down: Down) -> None:
+        """Stop what the actor owns; blocks, bounded."""
+        ...
+
+    def cleanup(self, down: Down) -> Coroutine[Any, Any, Down | None] | Down | None:
+        """Run the user's cleanup hook. Returns why it failed, or None."""
+        ...
+
+    def doing(self) -> tuple[str, float] | None:
+        """The endpoint that runs, and since when (`time.time()`), for people."""
+        ...
+
+
+class State(Enum):
+    BORN = "born"
+    SERVING = "serving"
+    ENDING = "ending"
+    ENDED = "ended"
+
+
+class Instance(Sender):
+    """See the module. Thread-safe from outside: `post`, `stop`, `fail`, `post_control`."""
+
+    def __init__(self, proc: Proc, actor_id: ActorId) -> None:
+        super().__init__(proc, actor_id)
+        self.signal = Signal()
+        self.mailbox = Mailbox(self.signal)
+        self.state = State.BORN
+        self.down: Down | None = None
+        self._behavior: Behavior
+        self._loop: ActorLoop
+        self._current: asyncio.Task[Any] | None = None
+        self._current_envelope: Envelope | None = None
+        self._concurrent: dict[asyncio.Task[Any], Envelope] = {}
+        self._stopping: Down | None = None
+        self._reported = threading.Lock()
+
+    # ---- from any thread
+
+    def post(self, envelope: Envelope) -> Down | None:
+        """Queue a call; returns why it is refused, if it is."""
+        return self.mailbox.put(envelope)
+
+    def post_control(self, action: Callable[[], None]) -> None:
+        self.mailbox.control(action)
+
+    def request_stop(self, down: Down) -> None:
+        """Refuse new calls, serve those that are queued, then end."""
+        self.mailbox.close(down)
+
+        def begin() -> None:
+            if self._stopping is None:
+                self._stopping = down
+
+        self.mailbox.control(begin)
+
+    def request_failure(self, down: Down) -> None:
+        """End as failed, before the next call is served."""
+        self.mailbox.close(down)
+        self.mailbox.control(lambda: self._end(down))
+
+    # ---- on the actor's thread
+
+    def run(self, behavior: Behavior) -> None:
+        """Live. Returns when the actor has ended."""
+        self._behavior = behavior
+        self._loop = loop = ActorLoop(self.signal, self.proc_runtime.driver)
+        loop.set_turn(self._turn)
+        loop.set_exception_handler(self._on_loop_error)
+        context = contextvars.copy_context()
+        context.run(current_instance.set, self)
+        context.run(self._live)
+
+    def _live(self) -> None:
+        loop = self._loop
+        asyncio.set_event_loop(loop)
+        try:
+            loop.call_soon(self._construct)
+            loop.run_forever()
+        finally:
+            self._finish_loop()
+            asyncio.set_event_loop(None)
+
+    def _construct(self) -> None:
+        down = self._behavior.construct()
+        if self.state is not State.BORN:
+            return
+        self.state = State.SERVING
+        if down is not None:
+            self._end(down, constructed=False)
+
+    def _turn(self) -> None:
+        """Serve control messages and calls until there is nothing to do now."""
+        mailbox = self.mailbox
+        while self.state is not State.ENDED:
+            action = mailbox.take_control()
+            if action is not None:
+                action()
+                continue
+            if self.state is not State.SERVING or self._current is not None:
+                return
+            envelope = mailbox.take()
+            if envelope is None:
+                if self._stopping is not None:
+                    self._end(self._stopping)
+                return
+            self._serve(envelope)
+            if self._loop._ready:  # type: ignore[attr-defined]
+                return  # let asyncio have its turn
+
+    def _serve(self, envelope: Envelope) -> None:
+        self._current_envelope = envelope
+        outcome = self._behavior.handle(envelope)
+        if outcome is None:
+            self._current_envelope = None
+            return
+        if isinstance(outcome, Down):
+            self._end(outcome)
+            return
+        task = self._loop.start_now(outcome.coro, contextvars.copy_context())
+        if task.done():
+            self._current_envelope = None
+            self._after(task)
+        elif outcome.concurrent:
+            self._current_envelope = None
+            self._concurrent[task] = envelope
+            task.add_done_callback(self._concurrent_done)
+        else:
+            self._current = task
+            task.add_done_callback(self._current_done)
+
+    def _current_done(self, task: asyncio.Task[Any]) -> None:
+        self._current = None
+        if self.state is State.SERVING:
+            self._current_envelope = None
+        self._after(task)
+
+    def _concurrent_done(self, task: asyncio.Task[Any]) -> None:
+        self._concurrent.pop(task, None)
+        self._after(task)
+
+    def _after(self, task: asyncio.Task[Any]) -> None:
+        down = None if task.cancelled() else task.result()
+        if down is not None:
+            self._end(down)
+
+    def _end(self, down: Down, *, constructed: bool = True) -> None:
+        """Refuse what is left, release, clean up, report. Called on the actor's thread; the first reason counts."""
+        if self.state in (State.ENDING, State.ENDED):
+            return
+        self.state = State.ENDING
+        self.down = down
+        self.mailbox.close(down)
+        behavior = self._behavior
+        if self._current_envelope is not None:
+            behavior.abandon(self._current_envelope, down)
+        for envelope in self.mailbox.drain():
+            behavior.abandon(envelope, down)
+        for task, envelope in list(self._concurrent.items()):
+            task.cancel()
+            behavior.abandon(envelope, down)
+        if self._current is not None:
+            self._current.cancel()
+        task = self._loop.create_task(self._wind_up(down, constructed))
+        task.add_done_callback(lambda _: self._loop.stop())
+
+    async def _wind_up(self, down: Down, constructed: bool) -> None:
+        others = [t for t in (self._current, *self._concurrent) if t is not None]
+        if others:
+            await asyncio.wait(others, timeout=1.0)
+        proc = self.proc_runtime
+        proc.gateway.call_later(
+            proc.cleanup_timeout_s + proc.release_timeout_s, lambda: self._report(self._overdue(down))
+        )
+        hidden_loop(lambda: self._behavior.release(down))
+        if constructed:
+            try:
+                cleanup = self._behavior.cleanup(down)
+                if isinstance(cleanup, Down):
+                    down = cleanup
+                elif cleanup is not None:
+                    failed = await asyncio.wait_for(cleanup, proc.cleanup_timeout_s)
+                    down = failed if failed is not None else down
+            except TimeoutError:
+                log.warning("cleanup.overdue", actor=self.actor_id.name, limit_s=proc.cleanup_timeout_s)
+        self.down = down
+
+    def _overdue(self, down: Down) -> Down:
+        if self.state is not State.ENDED:
+            log.warning("cleanup.overdue", actor=self.actor_id.name, limit_s=self.proc_runtime.cleanup_timeout_s)
+        return down
+
+    def _finish_loop(self) -> None:
+        """Cancel what the user left on the loop, close it, and report."""
+        loop = self._loop
+        self.state = State.ENDED
+        try:
+            left = [t for t in asyncio.all_tasks(loop) if not t.done()]
+            for task in left:
+                task.cancel()
+            if left:
+                loop.set_turn(lambda: None)
+                loop.run_until_complete(asyncio.wait(left, timeout=1.0))
+            loop.run_until_complete(loop.shutdown_asyncgens())
+        except BaseException:
+            log.exception("loop.unclean", actor=self.actor_id.name)
+        finally:
+            loop.close()
+            self._report(self.down if self.down is not None else Down("stopped", "the actor has ended"))
+
+    def _report(self, down: Down) -> None:
+        if self._reported.acquire(blocking=False):
+            self.proc_runtime.actor_ended(self, down)
+
+    def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if self.state in (State.BORN, State.SERVING):
+            loop.default_exception_handler(context)
+
+    # ---- for people
+
+    def busy(self) -> str | None:
+        """What this actor does right now, as a sentence; None when it is idle."""
+        doing = self._behavior.doing() if self.state is not State.BORN else ("__init__", time.time())
+        if doing is None:
+            return None
+        name, since_s = doing
+        return f"{self.actor_id.name}.{name} has been running for {time.time() - since_s:.1f} s"

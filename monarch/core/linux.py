@@ -1,0 +1,179 @@
+"""What only the kernel can tell or promise: parent-death signals, subreapers, pidfds, titles, why a process was killed.
+
+Every function degrades where the system lacks the call (macOS, old kernels): it returns False or None instead of
+raising, and its caller falls back to what is portable. Only Linux is tested.
+
+`ctypes` is loaded on first use, because the processes that only watch others never need it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import select
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+LINUX: Final = sys.platform.startswith("linux")
+
+# Source: linux/prctl.h
+_PR_SET_PDEATHSIG: Final = 1
+_PR_SET_NAME: Final = 15
+_PR_SET_CHILD_SUBREAPER: Final = 36
+
+
+@functools.cache
+def _prctl() -> Callable[..., int] | None:
+    if not LINUX:
+        return None
+    import ctypes
+
+    prctl: Any = ctypes.CDLL(None, use_errno=True).prctl
+    # prctl is variadic: without these, ints would travel as 32 bits and leave the upper half to chance on some ABIs.
+    prctl.argtypes = [ctypes.c_int, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong]
+    prctl.restype = ctypes.c_int
+    return prctl  # type: ignore[no-any-return]
+
+
+def set_parent_death_signal(signum: int) -> bool:
+    """Have the kernel send `signum` to this process when the *thread* that forked it ends.
+
+    Survives exec, unless of a set-uid program; children do not inherit it. A parent that is dead already is not
+    noticed: compare `os.getppid()` afterwards.
+    """
+    prctl = _prctl()
+    return prctl is not None and prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0) == 0
+
+
+def set_child_subreaper() -> bool:
+    """Orphans below this process become its children, rather than those of init. Survives exec, is not inherited."""
+    prctl = _prctl()
+    return prctl is not None and prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+
+
+def set_process_title(title: str) -> None:
+    """Show `title` in `ps` and `top`, as far as the memory of the command line given at exec has room for it."""
+    prctl = _prctl()
+    if prctl is None:
+        return
+    import ctypes
+
+    encoded = title.encode(errors="replace")
+    comm = ctypes.create_string_buffer(encoded[:15])
+    prctl(_PR_SET_NAME, ctypes.addressof(comm), 0, 0, 0)
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end: proc(5), /proc/pid/stat, 48 and 49
+        if 0 < start < end:
+            ctypes.memmove(start, encoded[: end - start - 1].ljust(end - start, b"\0"), end - start)
+
+
+def open_pidfd(pid: int) -> int | None:
+    """A descriptor that is readable once `pid` has ended, owned by the caller; None where there is no such thing."""
+    if not hasattr(os, "pidfd_open"):
+        return None
+    try:
+        return os.pidfd_open(pid)
+    except OSError as e:
+        import errno
+
+        if e.errno in (errno.ENOSYS, errno.EPERM, errno.EINVAL):
+            return None
+        raise
+
+
+def children_of(pid: int) -> list[int]:
+    """Processes whose parent is `pid`, zombies included; empty where /proc is missing.
+
+    The kernel may leave some out while others are exiting: ask again after each exit.
+    """
+    found: list[int] = []
+    try:
+        for task in os.scandir(f"/proc/{pid}/task"):
+            with contextlib.suppress(ProcessLookupError):
+                found += map(int, Path(task.path, "children").read_text().split())
+        return found
+    except FileNotFoundError:  # a kernel without CONFIG_PROC_CHILDREN, or no /proc
+        pass
+    with contextlib.suppress(FileNotFoundError):
+        for entry in os.scandir("/proc"):
+            if entry.name.isdigit():
+                with contextlib.suppress(OSError):
+                    if int(Path(entry.path, "stat").read_text().rpartition(")")[2].split()[1]) == pid:
+                        found.append(int(entry.name))
+    return found
+
+
+def thread_count() -> int | None:
+    """Threads of this process as the kernel counts them, those of native libraries included."""
+    try:
+        return len(os.listdir("/proc/self/task"))
+    except OSError:
+        return None
+
+
+def current_umask() -> int:
+    """The umask of this process, read without the moment of 0 that `os.umask` needs where /proc tells it."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("Umask:"):
+                return int(line.split()[1], 8)
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+def oom_kills() -> int | None:
+    """How often the out-of-memory killer has struck in this process's control group; None where nobody counts."""
+    # The controller list is empty for cgroup v2. Source: cgroups(7), /proc/pid/cgroup
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controller, group = line.split(":", 2)
+            place = {"": f".{group}/memory.events", "memory": f"memory{group}/memory.oom_control"}.get(controller)
+            if place is not None:
+                with contextlib.suppress(OSError, ValueError):
+                    words = Path("/sys/fs/cgroup", place).read_text().split()
+                    return int(words[words.index("oom_kill") + 1])
+    return None
+
+
+class Readiness:
+    """A set of descriptors that is itself a descriptor: readable when one of them is ready (epoll, kqueue)."""
+
+    def __init__(self) -> None:
+        self._watched: dict[int, bool] = {}
+        system: Any = select
+        self._set: Any = system.epoll() if LINUX else system.kqueue()
+
+    def fileno(self) -> int:
+        """The descriptor to wait on."""
+        return int(self._set.fileno())
+
+    def watch(self, fd: int, *, writable: bool = False) -> None:
+        """Watch `fd` for reading and, if asked, for room to write. Costs nothing where nothing changes."""
+        before = self._watched.get(fd)
+        if before == writable:
+            return
+        self._watched[fd] = writable
+        if LINUX:
+            mask = select.EPOLLIN | (select.EPOLLOUT if writable else 0)
+            self._set.register(fd, mask) if before is None else self._set.modify(fd, mask)
+            return
+        kq: Any = select
+        changes = [kq.kevent(fd, kq.KQ_FILTER_READ, kq.KQ_EV_ADD)]
+        if writable or before:
+            changes.append(kq.kevent(fd, kq.KQ_FILTER_WRITE, kq.KQ_EV_ADD if writable else kq.KQ_EV_DELETE))
+        self._set.control(changes, 0, 0)
+
+    def forget(self, fd: int) -> None:
+        """Stop watching `fd`. Call it before closing `fd`: a duplicate elsewhere would keep a closed one alive."""
+        if self._watched.pop(fd, None) is not None and LINUX:
+            with contextlib.suppress(OSError):
+                self._set.unregister(fd)
+
+    def close(self) -> None:
+        """Release the descriptor."""
+        self._set.close()

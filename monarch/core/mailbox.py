@@ -1,0 +1,96 @@
+"""An actor's queue: messages of each sender in the order in which they were sent, and control messages first.
+
+Senders number their messages per destination before they fan out (`Flag.SEQUENCED`), so that the order holds over any
+route; a message that overtook another waits here for it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from monarch.core.driver import Signal
+from monarch.core.envelope import Envelope, Flag
+from monarch.core.monitor import Down
+
+
+class Mailbox:
+    """`put` may be called from any thread, `take` from the actor's. After `close`, nothing more goes in."""
+
+    __slots__ = ("_calls", "_closed", "_control", "_expected", "_lock", "_waiting", "signal")
+
+    def __init__(self, signal: Signal) -> None:
+        self.signal = signal
+        self._lock = threading.Lock()
+        self._calls: deque[Envelope] = deque()
+        self._control: deque[Callable[[], None]] = deque()
+        self._closed: Down | None = None
+        self._expected: dict[tuple[int, int], int] = {}
+        self._waiting: dict[tuple[int, int], dict[int, Envelope]] = {}
+
+    def put(self, envelope: Envelope) -> Down | None:
+        """Queue a call; returns why it is refused, if it is."""
+        with self._lock:
+            if self._closed is not None:
+                return self._closed
+            if envelope.flags & Flag.SEQUENCED:
+                sender = (envelope.src_proc, envelope.src_actor)
+                expected = self._expected.get(sender, 0)
+                if envelope.seq != expected:
+                    self._waiting.setdefault(sender, {})[envelope.seq] = envelope
+                    return None
+                self._calls.append(envelope)
+                expected += 1
+                waiting = self._waiting.get(sender)
+                if waiting:
+                    while (late := waiting.pop(expected, None)) is not None:
+                        self._calls.append(late)
+                        expected += 1
+                self._expected[sender] = expected
+            else:
+                self._calls.append(envelope)
+        self.signal.notify()
+        return None
+
+    def control(self, action: Callable[[], None]) -> None:
+        """Queue something that the runtime does on the actor's thread; always accepted, served before calls."""
+        self._control.append(action)
+        self.signal.notify()
+
+    def take_control(self) -> Callable[[], None] | None:
+        return self._control.popleft() if self._control else None
+
+    def take(self) -> Envelope | None:
+        return self._calls.popleft() if self._calls else None
+
+    def close(self, down: Down) -> None:
+        """Refuse what comes from now on, with `down`; what is queued stays, to be drained."""
+        with self._lock:
+            if self._closed is None:
+                self._closed = down
+        self.signal.notify()
+
+    def drain(self) -> list[Envelope]:
+        """Everything that is left, also what waits for an earlier message."""
+        with self._lock:
+            left = list(self._calls)
+            self._calls.clear()
+            for waiting in self._waiting.values():
+                left.extend(waiting.values())
+            self._waiting.clear()
+        return left
+
+    def forget_sender(self, proc_key: int) -> None:
+        """A process is gone: nothing more comes from its actors."""
+        with self._lock:
+            for sender in [s for s in self._expected if s[0] == proc_key]:
+                del self._expected[sender]
+                self._waiting.pop(sender, None)
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    @property
+    def empty(self) -> bool:
+        return not self._calls

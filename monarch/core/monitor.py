@@ -1,0 +1,130 @@
+"""Monitors: tell me when X is gone, and why. The one primitive that everything which notices death is built on.
+
+`X` is a process or an actor. A monitor fires once, with a `Down`, also when X is gone already. This module keeps the
+books of one process; the evidence comes from the gateway (processes) and from the agents of the processes (actors).
+"""
+
+from __future__ import annotations
+
+import signal as _signal
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Final
+
+from attrs import define, evolve
+
+_TOMBSTONES: Final = 10_000
+
+
+@define(frozen=True)
+class Down:
+    """Why something is gone. A plain value: it pickles, and prints as the reason.
+
+    Attributes:
+        kind: "stopped" (on purpose), "failed" (an actor's own error), "exited", "killed" (a process), "unreachable".
+        reason: in words.
+        pid, host: of the process, 0 and "" where unknown.
+        code, signal: how the process ended, where it did.
+        error: type and text of the exception behind it, or "".
+        traceback: as rendered where it was raised, or "".
+        cause: what brought this about, or None.
+    """
+
+    kind: str
+    reason: str
+    pid: int = 0
+    host: str = ""
+    code: int | None = None
+    signal: int | None = None
+    error: str = ""
+    traceback: str = ""
+    cause: Down | None = None
+
+    @property
+    def stopped(self) -> bool:
+        return self.kind == "stopped"
+
+    def because(self, cause: Down) -> Down:
+        return evolve(self, cause=cause)
+
+    def __str__(self) -> str:
+        where = f" (process {self.pid})" if self.pid and str(self.pid) not in self.reason else ""
+        return f"{self.reason}{where}" + (f"; caused by: {self.cause}" if self.cause else "")
+
+
+def signal_name(number: int) -> str:
+    try:
+        return _signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+Target = tuple[int, int]
+"""(process key, actor number); actor number 0 stands for the process itself."""
+
+
+class Monitors:
+    """Who wants to know of which end. Thread-safe; callbacks run in the thread that brings the evidence."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._watchers: dict[Target, dict[int, Callable[[Down], None]]] = {}
+        self._gone: OrderedDict[Target, Down] = OrderedDict()
+        self._next = 0
+
+    def watch(self, target: Target, callback: Callable[[Down], None]) -> Callable[[], None]:
+        """Call `callback` once when `target` is gone, at once if it is; returns what cancels it.
+
+        A cancelled monitor never fires.
+        """
+        with self._lock:
+            down = self._gone.get(target) or self._gone.get((target[0], 0))
+            if down is None:
+                self._next += 1
+                handle = self._next
+                self._watchers.setdefault(target, {})[handle] = callback
+        if down is not None:
+            callback(down)
+            return lambda: None
+
+        def cancel() -> None:
+            with self._lock:
+                watchers = self._watchers.get(target)
+                if watchers is not None:
+                    watchers.pop(handle, None)
+                    if not watchers:
+                        del self._watchers[target]
+
+        return cancel
+
+    def gone(self, target: Target) -> Down | None:
+        """Why `target` is gone, or None while it is not known to be."""
+        down = self._gone.get(target)
+        return down if down is not None or not target[1] else self._gone.get((target[0], 0))
+
+    def fire(self, target: Target, down: Down) -> bool:
+        """`target` is gone: tell all that watch it (a process takes its actors along). False if it was known."""
+        proc, actor = target
+        with self._lock:
+            if target in self._gone:
+                return False
+            self._gone[target] = down
+            while len(self._gone) > _TOMBSTONES:
+                self._gone.popitem(last=False)
+            if actor:
+                due = list(self._watchers.pop(target, {}).values())
+            else:
+                due = [
+                    callback
+                    for each in [t for t in self._watchers if t[0] == proc]
+                    for callback in self._watchers.pop(each).values()
+                ]
+        for callback in due:
+            callback(down)
+        return True
+
+    def watched(self) -> int:
+        """How many monitors are set."""
+        with self._lock:
+            return sum(map(len, self._watchers.values()))

@@ -1,0 +1,329 @@
+"""The actors and ports of one process, between its gateway and the layers above.
+
+A `Proc` delivers what the gateway hands it: calls to actors, values to ports, bounces to whoever waits, requests to
+agents. It tells ports and monitors when another process is gone. Usually an OS process has one `Proc`; over `inproc`
+the processes of a mesh are several `Proc`s in one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+from monarch.core import codec
+from monarch.core.driver import make_driver
+from monarch.core.envelope import Envelope, Flag, Kind
+from monarch.core.future import Future
+from monarch.core.gateway import Gateway, Limits, Peer, PeerGone, State
+from monarch.core.ids import ActorId, ProcId
+from monarch.core.instance import Instance, Sender
+from monarch.core.monitor import Down, Monitors
+from monarch.log import get_logger
+from monarch.transports.base import Buffer, Transport
+
+log = get_logger("monarch.proc")
+
+PROC_AGENT: Final = 1
+"""Actor number of every process's agent, which answers for the process itself."""
+
+_UNBORN_LIMIT_S: Final = 30.0
+
+
+class Sink(Protocol):
+    """What a port number stands for. All methods run on the driving thread and must not block."""
+
+    def deliver(self, envelope: Envelope) -> None: ...
+
+    def bounced(self, envelope: Envelope, down: Down) -> None:
+        """A message with this reply port came back undelivered."""
+        ...
+
+    def proc_gone(self, key: int, down: Down) -> None:
+        """A process has ended; answers from it will not come."""
+        ...
+
+
+class Proc:
+    """See the module.
+
+    Attributes:
+        handlers: what an agent does with a request, by the first element of the request's tuple. A handler is called on
+            the driving thread as `handler(envelope, *arguments)` and must not block.
+    """
+
+    def __init__(
+        self,
+        proc_id: ProcId,
+        transport: Transport,
+        secret: bytes,
+        *,
+        driver: str = "caller",
+        limits: Limits | None = None,
+        in_own_process: bool = True,
+    ) -> None:
+        self.secret = secret
+        self.driver = make_driver(driver)
+        self.monitors = Monitors()
+        self.actors: dict[int, Instance | Sender] = {}
+        self.ports: dict[int, Sink] = {}
+        self.handlers: dict[str, Callable[..., None]] = {"locate": self._on_locate, "watch": self._on_watch}
+        self.in_own_process = in_own_process
+        self.cleanup_timeout_s = 3.0
+        self.release_timeout_s = 10.0
+        self.on_proc_gone: list[Callable[[int, Down], None]] = []
+        self.run_actor: Callable[[str, Callable[[], None]], None] = _run_on_thread
+        self.on_unborn: Callable[[int], None] = lambda number: None
+        self._numbers = itertools.count(16)
+        self._unborn: dict[int, list[Envelope]] = {}
+        self._lock = threading.Lock()
+        self.gateway = Gateway(
+            proc_id,
+            transport,
+            secret,
+            self.driver,
+            deliver=self.deliver,
+            on_gone=self._on_gone,
+            locate=self._locate,
+            limits=limits,
+        )
+        self.key = proc_id.key
+
+    @property
+    def proc_id(self) -> ProcId:
+        return self.gateway.proc
+
+    def new_port(self) -> int:
+        return next(self._numbers)
+
+    # ---- sending
+
+    def send(self, envelope: Envelope, proc: ProcId | None, *, may_wait: bool = True) -> None:
+        """Put a message on its way; one that cannot be delivered comes back as a bounce, also from here."""
+        if envelope.dst_proc == self.key:
+            self.deliver(envelope)
+            return
+        down = self.gateway.send(envelope, proc, may_wait=may_wait)
+        if down is not None:
+            self.bounce(envelope, down)
+
+    def bounce(self, envelope: Envelope, down: Down) -> None:
+        """Tell the sender of `envelope`, here or elsewhere, that it was not delivered."""
+        if envelope.kind == Kind.BOUNCE:
+            return
+        if envelope.src_proc == self.key:
+            self._bounced(envelope, down)
+        else:
+            back = envelope.bounce(codec.encode(down))
+            self.gateway.send(back)
+
+    def request(
+        self, proc: ProcId, *message: Any, agent: int = PROC_AGENT, sender: int = PROC_AGENT
+    ) -> Future[tuple[Any, ...]]:
+        """Ask an agent of `proc`; the future has the tuple that it answers, or fails with PeerGone."""
+        future: Future[tuple[Any, ...]] = Future._pending(self.driver, lambda: f"{message[0]} at {proc.uid}")
+        port = self.new_port()
+        self.ports[port] = _Answer(self, port, proc.key, future)
+        parts = codec.encode(message)
+        envelope = Envelope(Kind.SYSTEM, proc.key, agent, 0, self.key, sender, parts, reply_port=port)
+        self.send(envelope, proc, may_wait=False)
+        return future
+
+    def tell(self, proc: ProcId, *message: Any, agent: int = PROC_AGENT) -> None:
+        """Tell an agent of `proc` something that has no answer; dropped when it is gone."""
+        parts = codec.encode(message)
+        envelope = Envelope(Kind.SYSTEM, proc.key, agent, 0, self.key, PROC_AGENT, parts, Flag.SILENT)
+        self.send(envelope, proc, may_wait=False)
+
+    def answer(self, envelope: Envelope, *message: Any) -> None:
+        """Answer a request."""
+        if envelope.reply_port:
+            self.send(envelope.reply(codec.encode(message)), None, may_wait=False)
+
+    # ---- delivering, on the driving thread or the thread of a local sender
+
+    def deliver(self, envelope: Envelope) -> None:
+        kind = envelope.kind
+        if kind == Kind.PORT:
+            sink = self.ports.get(envelope.dst_port)
+            if sink is not None:
+                sink.deliver(envelope)
+            elif not envelope.flags & Flag.SILENT:
+                log.debug("port.gone", port=envelope.dst_port)
+        elif kind == Kind.CALL:
+            self._deliver_call(envelope)
+        elif kind == Kind.SYSTEM:
+            self._deliver_request(envelope)
+        elif kind == Kind.SPAWN:
+            self.handlers["spawn"](envelope)
+        elif kind == Kind.BOUNCE:
+            self._bounced(envelope, codec.decode(envelope.parts))
+
+    def _deliver_call(self, envelope: Envelope) -> None:
+        actor = self.actors.get(envelope.dst_actor)
+        if actor is None:
+            self.on_unborn(envelope.dst_actor)
+            with self._lock:
+                actor = self.actors.get(envelope.dst_actor)
+                down = self.monitors.gone((self.key, envelope.dst_actor))
+                if actor is None and down is None:
+                    # Its creator named it and told others before its own request to spawn it came through here.
+                    held = self._unborn.setdefault(envelope.dst_actor, [])
+                    held.append(envelope)
+                    if len(held) == 1:
+                        number = envelope.dst_actor
+                        self.gateway.call_later(_UNBORN_LIMIT_S, lambda: self._refuse_unborn(number))
+                    return
+            if actor is None:
+                assert down is not None
+                self.bounce(envelope, down)
+                return
+        if not isinstance(actor, Instance):
+            self.bounce(envelope, Down("failed", "the client has no endpoints"))
+            return
+        down = actor.post(envelope)
+        if down is not None:
+            self.bounce(envelope, down)
+
+    def _refuse_unborn(self, number: int) -> None:
+        with self._lock:
+            held = self._unborn.pop(number, [])
+        for envelope in held:
+            self.bounce(envelope, Down("unreachable", f"nobody spawned this actor within {_UNBORN_LIMIT_S:g} s"))
+
+    def _deliver_request(self, envelope: Envelope) -> None:
+        name, *arguments = codec.decode(envelope.parts)
+        handler = self.handlers.get(name)
+        if handler is None:
+            log.error("request.unknown", request=name)
+            return
+        handler(envelope, *arguments)
+
+    def _bounced(self, envelope: Envelope, down: Down) -> None:
+        """A message that an actor here sent was not delivered: whoever waits for its answer hears, else its sender."""
+        # A bounce from elsewhere has the reply port as its destination; one from here still is the message itself.
+        port = envelope.dst_port if envelope.kind == Kind.BOUNCE else envelope.reply_port
+        number = envelope.dst_actor if envelope.kind == Kind.BOUNCE else envelope.src_actor
+        if port:
+            sink = self.ports.get(port)
+            if sink is not None:
+                sink.bounced(envelope, down)
+        elif not envelope.flags & Flag.SILENT and not down.stopped:
+            sender = self.actors.get(number)
+            if sender is not None:
+                sender.undeliverable(envelope, down)
+
+    # ---- actors
+
+    def adopt(self, instance: Instance | Sender) -> None:
+        """`instance` belongs to this process from now on; messages that came too early are delivered."""
+        number = instance.actor_id.number
+        with self._lock:
+            self.actors[number] = instance
+            held = self._unborn.pop(number, [])
+        for envelope in held:
+            self.deliver(envelope)
+
+    def actor_ended(self, instance: Instance, down: Down) -> None:
+        """An actor reports its end, once."""
+        number = instance.actor_id.number
+        with self._lock:
+            self.actors.pop(number, None)
+        self.monitors.fire((self.key, number), down)
+        for envelope in instance.mailbox.drain():
+            self.bounce(envelope, down)
+
+    # ---- processes
+
+    def _on_gone(self, peer: Peer, down: Down) -> None:
+        key = peer.key
+        self.monitors.fire((key, 0), down)
+        for sink in list(self.ports.values()):
+            sink.proc_gone(key, down)
+        for actor in list(self.actors.values()):
+            if isinstance(actor, Instance):
+                actor.mailbox.forget_sender(key)
+        for hook in list(self.on_proc_gone):
+            hook(key, down)
+
+    def watch(self, actor: ActorId, callback: Callable[[Down], None]) -> Callable[[], None]:
+        """Monitor an actor anywhere: `callback` runs once, with why it is gone; returns what cancels it."""
+        cancel = self.monitors.watch((actor.proc.key, actor.number), callback)
+        if actor.proc.key != self.key and self.monitors.gone((actor.proc.key, actor.number)) is None:
+            asked = self.request(actor.proc, "watch", actor.number)
+
+            def answered() -> None:
+                error = asked.exception(0)
+                down = error.down if isinstance(error, PeerGone) else None
+                if error is None:
+                    (down,) = asked.get(0)
+                if down is not None:
+                    self.monitors.fire((actor.proc.key, actor.number), down)
+
+            asked._on_done(answered)
+        return cancel
+
+    def _on_watch(self, envelope: Envelope, number: int) -> None:
+        self.monitors.watch((self.key, number), lambda down: self.answer(envelope, down))
+
+    def _locate(self, proc: ProcId, left_s: float) -> str:
+        """Ask the keeper of `proc` where it listens; blocks.
+
+        Raises:
+            PeerGone: it is gone, and the keeper says why; or the keeper is.
+            TimeoutError: the keeper does not know yet.
+        """
+        assert proc.keeper is not None
+        kind, answer = self.request(proc.keeper, "locate", proc.key).get(max(left_s, 0.001))
+        if kind == "gone":
+            raise PeerGone(answer)
+        return str(answer)
+
+    def _on_locate(self, envelope: Envelope, key: int) -> None:
+        """Another process asks for one that we keep: answer once it is up, or gone."""
+        peer = self.gateway.peers.get(key)
+        if peer is None:
+            self.answer(envelope, "gone", Down("unreachable", "its host does not know this process"))
+            return
+
+        def settled() -> None:
+            if peer.down is not None:
+                self.answer(envelope, "gone", peer.down)
+            elif peer.state is State.UP:
+                self.answer(envelope, "at", peer.address)
+
+        self.gateway.when_settled(peer, settled)
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        self.gateway.close(timeout_s)
+
+    def whereabouts(self) -> tuple[int, str]:
+        """(process id, host name) of this process, for people."""
+        return os.getpid(), socket.gethostname()
+
+
+class _Answer:
+    """The reply port of a request."""
+
+    def __init__(self, proc: Proc, port: int, key: int, future: Future[tuple[Any, ...]]) -> None:
+        self._proc, self._port, self._key, self._future = proc, port, key, future
+
+    def deliver(self, envelope: Envelope) -> None:
+        self._proc.ports.pop(self._port, None)
+        parts: list[Buffer] = envelope.parts
+        self._future._complete(lambda: codec.decode(parts))
+
+    def bounced(self, envelope: Envelope, down: Down) -> None:
+        self._proc.ports.pop(self._port, None)
+        self._future._fail(PeerGone(down))
+
+    def proc_gone(self, key: int, down: Down) -> None:
+        if key == self._key:
+            self.bounced(Envelope(Kind.BOUNCE, 0, 0, 0, 0, 0, []), down)
+
+
+def _run_on_thread(name: str, run: Callable[[], None]) -> None:
+    threading.Thread(target=run, name=name, daemon=True).start()

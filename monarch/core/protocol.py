@@ -1,0 +1,193 @@
+"""The conversation of two gateways, sans-IO: hello, numbering, acknowledgement, resending, heartbeats, goodbye.
+
+Theory of operation. Two processes have one `Session`, which outlives the links that carry it. Every data frame gets the
+session's next number and is kept until the peer acknowledged it; acknowledgements ride on every frame, and travel alone
+when there is nothing else to say. When a link breaks, the session waits for the next one: both sides say in their hello
+what they have received, and what the other lacks is sent again. A number that was seen before is dropped. So a broken and
+healed connection neither loses nor repeats a message; what stays unacknowledged when the peer is given up is handed back.
+
+On the wire each frame is `[head, *parts]`, where this layer puts `SESSION` before the head of an envelope. A hello is
+JSON, so that peers of other versions can at least understand that they do not understand each other.
+
+This module decides; `gateway` acts. It holds no sockets, threads or clocks: times come in as `now_s`.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections import deque
+from collections.abc import Mapping
+from enum import IntEnum
+from struct import Struct
+from typing import Any, Final
+
+from attrs import define, field
+
+from monarch.errors import RemoteProtocolError
+from monarch.transports.base import Buffer, Frame
+
+SESSION: Final = Struct("<B7xQQ")
+WIRE_VERSION: Final = 1
+_ACK_AT_BYTES: Final = 1 << 20
+"""A peer keeps what we have not acknowledged: large frames are acknowledged soon, whatever their number."""
+
+
+class FrameType(IntEnum):
+    HELLO = 1
+    DATA = 2
+    ACK = 3
+    HEARTBEAT = 4
+    GOODBYE = 5
+
+
+@define(frozen=True)
+class Hello:
+    """What each side says first on a new link.
+
+    Attributes:
+        proc: text form of the speaker's `ProcId`.
+        address: where the speaker itself listens, or "".
+        received: number of the last frame of the session that has arrived there.
+        pid, host: of the speaker, for people.
+    """
+
+    proc: str
+    address: str
+    received: int
+    pid: int
+    host: str
+    wire: int = WIRE_VERSION
+    python: str = field(factory=lambda: ".".join(platform.python_version_tuple()[:2]))
+
+    def encode(self) -> Frame:
+        body = {name: getattr(self, name) for name in ("proc", "address", "received", "pid", "host", "wire", "python")}
+        return [SESSION.pack(FrameType.HELLO, 0, self.received), json.dumps(body).encode()]
+
+    @classmethod
+    def decode(cls, frame: Frame) -> Hello:
+        """Raises: RemoteProtocolError when the frame is no hello, or the peer speaks another version."""
+        try:
+            kind, _, _ = SESSION.unpack(frame[0])
+            said: Mapping[str, Any] = json.loads(bytes(frame[1])) if kind == FrameType.HELLO else {}
+            hello = cls(**said)
+        except Exception as error:
+            raise RemoteProtocolError(f"the peer's first frame is no hello: {error}") from None
+        ours = cls("", "", 0, 0, "")
+        if hello.wire != ours.wire:
+            raise RemoteProtocolError(f"the peer speaks wire version {hello.wire}, this process {ours.wire}")
+        if hello.python != ours.python:
+            raise RemoteProtocolError(
+                f"the peer runs Python {hello.python}, this process {ours.python}: what one pickles the other may not read"
+            )
+        return hello
+
+
+@define(eq=False)
+class Session:
+    """One peer's numbering. Whoever calls `wrap` holds the peer's send lock; `accept` is the driving thread's."""
+
+    ack_every_n: int = 1000
+    ack_interval_s: float = 0.5
+
+    sent: int = 0
+    """Number of the last frame that was wrapped."""
+    received: int = 0
+    """Number of the last frame that arrived in order."""
+    unacked: deque[tuple[int, list[Buffer], int]] = field(factory=deque)
+    """(number, parts, size in bytes), oldest first."""
+    unacked_bytes: int = 0
+
+    _acknowledged: int = 0  # the last number that we told the peer
+    _unacknowledged_bytes: int = 0
+    _ack_due_s: float | None = None
+
+    def wrap(self, parts: list[Buffer], size_bytes: int) -> Frame:
+        """Number `parts` (`[head, ...]`) and keep them until they are acknowledged; returns the frame to send."""
+        self.sent = number = self.sent + 1
+        self.unacked.append((number, parts, size_bytes))
+        self.unacked_bytes += size_bytes
+        return self._frame(number, parts)
+
+    def _frame(self, number: int, parts: list[Buffer]) -> Frame:
+        self._acknowledged = received = self.received
+        self._ack_due_s = None
+        return [SESSION.pack(FrameType.DATA, number, received) + parts[0], *parts[1:]]
+
+    def accept(self, frame: Frame, now_s: float) -> Frame | None:
+        """Take in a frame; returns `[head, *parts]` of a new data frame, or None.
+
+        Raises:
+            RemoteProtocolError: no frame of this protocol, or a gap in the numbers.
+        """
+        head = frame[0]
+        if len(head) < SESSION.size:
+            raise RemoteProtocolError(f"a frame head of {len(head)} bytes")
+        kind, number, acknowledged = SESSION.unpack_from(head)
+        if self.unacked and acknowledged >= self.unacked[0][0]:
+            self.acknowledge(acknowledged)
+        if kind != FrameType.DATA:
+            return None
+        if number != self.received + 1:
+            if number <= self.received:
+                return None  # sent again after a break; it is here already
+            raise RemoteProtocolError(f"frame {number} arrived after frame {self.received}")
+        self.received = number
+        if self._ack_due_s is None:
+            self._ack_due_s = now_s + self.ack_interval_s
+            self._unacknowledged_bytes = 0
+        if len(frame) > 1:
+            self._unacknowledged_bytes += sum(map(len, frame))
+            frame[0] = head[SESSION.size :]
+            return frame
+        return [head[SESSION.size :]]
+
+    def acknowledge(self, number: int) -> None:
+        """The peer has everything up to `number`."""
+        unacked = self.unacked
+        while unacked and unacked[0][0] <= number:
+            self.unacked_bytes -= unacked.popleft()[2]
+
+    def ack_due(self, now_s: float) -> bool:
+        """Whether an acknowledgement should travel now, alone."""
+        if self.received == self._acknowledged or self._ack_due_s is None:
+            return False
+        return (
+            self.received - self._acknowledged >= self.ack_every_n
+            or self._unacknowledged_bytes >= _ACK_AT_BYTES
+            or now_s >= self._ack_due_s
+        )
+
+    def next_deadline_s(self) -> float | None:
+        return self._ack_due_s if self.received != self._acknowledged else None
+
+    def control(self, kind: FrameType) -> Frame:
+        """An ACK, HEARTBEAT or GOODBYE frame; each acknowledges what has arrived."""
+        self._acknowledged = self.received
+        self._ack_due_s = None
+        return [SESSION.pack(kind, 0, self.received)]
+
+    def resume(self, peer_received: int) -> list[Frame]:
+        """A new link is up and the peer said what it has: the frames to send again, oldest first.
+
+        Raises:
+            RemoteProtocolError: the peer claims frames that were never sent: it is not who it says.
+        """
+        if peer_received > self.sent:
+            raise RemoteProtocolError(f"the peer has received {peer_received} frames of {self.sent}")
+        self.acknowledge(peer_received)
+        return [self._frame(number, parts) for number, parts, _ in self.unacked]
+
+    def check_invariants(self) -> None:
+        numbers = [number for number, _, _ in self.unacked]
+        assert numbers == list(range(self.sent - len(numbers) + 1, self.sent + 1)), numbers
+        assert self.unacked_bytes == sum(size for _, _, size in self.unacked)
+        assert self._acknowledged <= self.received
+
+
+def frame_type(frame: Frame) -> int:
+    """Raises: RemoteProtocolError."""
+    if not frame or len(frame[0]) < SESSION.size:
+        raise RemoteProtocolError("a frame without a head")
+    kind: int = SESSION.unpack_from(frame[0])[0]
+    return kind

@@ -1,0 +1,468 @@
+"""Every setting: its name, type, default, environment variable and meaning, and which of several values counts.
+
+Layers, strongest first: a test's override, the environment, what a client handed down to this process, what this
+process set by `configure`, the default. A process that starts another hands on `export()`, and the other calls
+`install` with it; there the environment still wins.
+
+A layer keeps values as users see them (durations as "1m 30s"). `get` reads from one dict that is made anew at every
+change, with durations in seconds and the transport as a name: a look-up, fit for hot paths. All functions may be called
+from any thread. The environment is read at first use and by `install`, never at import: a bad variable then meets
+somebody who can report it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any, Final, Literal, Protocol, overload
+
+from attrs import define, field
+
+from monarch.core import duration
+from monarch.errors import NotViable
+
+
+class UnsupportedTransport(NotViable, ValueError):
+    """A transport was named that this library does not have."""
+
+
+class ChannelTransport(Enum):
+    """Transports by the names that Monarch gives them."""
+
+    TcpWithLocalhost = "TcpWithLocalhost"
+    TcpWithHostname = "TcpWithHostname"
+    MetaTlsWithHostname = "MetaTlsWithHostname"
+    MetaTlsWithIpV6 = "MetaTlsWithIpV6"
+    Tls = "Tls"
+    Local = "Local"
+    Unix = "Unix"
+
+    def transport(self) -> str:
+        """Our transport that does this: "tcp", "ipc" or "inproc".
+
+        Raises:
+            UnsupportedTransport: there is none.
+        """
+        if self not in _CHANNELS:
+            raise UnsupportedTransport(f"{self}: {_NO_TLS}")
+        return _CHANNELS[self]
+
+
+_CHANNELS: Final = {
+    ChannelTransport.TcpWithLocalhost: "tcp",
+    ChannelTransport.TcpWithHostname: "tcp",
+    ChannelTransport.Unix: "ipc",
+    ChannelTransport.Local: "inproc",
+}
+_NO_TLS: Final = "TLS is no transport of its own here, and Meta's certificates exist only at Meta; use tcp"
+TRANSPORTS: Final = ("auto", "inproc", "ipc", "tcp", "shm", "ibverbs")
+
+
+class Encoding(Enum):
+    """How messages are encoded. Kept for programs that name it; there is one encoding, and it is multipart."""
+
+    Bincode = "serde_bincode"
+    Json = "serde_json"
+    Multipart = "serde_multipart"
+
+
+class Kind(Protocol):
+    """The type of a setting."""
+
+    @property
+    def name(self) -> str:
+        """For people and documentation."""
+
+    def accept(self, value: object) -> Any:
+        """`value` in the form that users see. TypeError for a wrong type, ValueError for a wrong value."""
+
+    def parse(self, text: str) -> Any:
+        """The same, from the environment."""
+
+    def use(self, value: Any) -> Any:
+        """From the form that users see to the one `get` returns."""
+
+
+@define(frozen=True)
+class Duration:
+    name: str = "duration"
+
+    def accept(self, value: object) -> str:
+        if not isinstance(value, str):
+            raise TypeError(f"expected a duration as a string, such as '30s', not {value!r}")
+        return duration.normalised(value)
+
+    parse = accept
+
+    def use(self, value: str) -> float:
+        return duration.parse(value)
+
+
+@define(frozen=True)
+class Int:
+    minimum: int = 0
+    name: str = "int"
+
+    def accept(self, value: object) -> int:
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"expected an int, not {value!r}")
+        if value < self.minimum:
+            raise ValueError(f"must be at least {self.minimum}, not {value}")
+        return int(value)
+
+    def parse(self, text: str) -> int:
+        if not re.fullmatch(r"\s*[+-]?[0-9]+\s*", text):
+            raise ValueError(f"expected an int, not {text!r}")
+        return self.accept(int(text))
+
+    def use(self, value: int) -> int:
+        return value
+
+
+@define(frozen=True)
+class Bool:
+    name: str = "bool"
+
+    def accept(self, value: object) -> bool:
+        if not isinstance(value, bool):
+            raise TypeError(f"expected True or False, not {value!r}")
+        return value
+
+    def parse(self, text: str) -> bool:
+        known = {
+            "1": True,
+            "true": True,
+            "yes": True,
+            "on": True,
+            "0": False,
+            "false": False,
+            "no": False,
+            "off": False,
+        }
+        if text.strip().lower() not in known:
+            raise ValueError(f"expected one of {', '.join(known)}, not {text!r}")
+        return known[text.strip().lower()]
+
+    def use(self, value: bool) -> bool:
+        return value
+
+
+@define(frozen=True)
+class Choice:
+    choices: tuple[str, ...]
+    name: str = "choice"
+
+    def accept(self, value: object) -> str:
+        if not isinstance(value, str):
+            raise TypeError(f"expected one of {', '.join(self.choices)}, not {value!r}")
+        if value not in self.choices:
+            raise ValueError(f"expected one of {', '.join(self.choices)}, not {value!r}")
+        return value
+
+    parse = accept
+
+    def use(self, value: str) -> str:
+        return value
+
+
+@define(frozen=True)
+class TransportChoice:
+    """A `ChannelTransport`, a name in `TRANSPORTS`, or an address: `scheme://rest`."""
+
+    name: str = "transport"
+
+    def accept(self, value: object) -> str | ChannelTransport:
+        if isinstance(value, ChannelTransport):
+            value.transport()
+            return value
+        if not isinstance(value, str):
+            raise TypeError(f"expected a ChannelTransport or a string, not {value!r}")
+        if value.lower() in ("tls", "metatls", "metatls-hostname"):
+            raise UnsupportedTransport(f"{value!r}: {_NO_TLS}")
+        scheme, separator, rest = value.partition("://")
+        if value in TRANSPORTS or (separator and rest and scheme in TRANSPORTS and scheme != "auto"):
+            return value
+        raise ValueError(f"unknown transport {value!r}: expected one of {', '.join(TRANSPORTS)}, or scheme://address")
+
+    parse = accept
+
+    def use(self, value: str | ChannelTransport) -> str:
+        return value.transport() if isinstance(value, ChannelTransport) else value
+
+
+@define(frozen=True)
+class Setting:
+    name: str
+    kind: Kind
+    default: Any  # in the form that users see
+    doc: str
+    prefix: str = "HYPERACTOR_"
+    variable: str = field()
+
+    @variable.default
+    def _variable(self) -> str:
+        return self.prefix + self.name.removeprefix("mesh_").upper()
+
+
+_MESH: Final = "HYPERACTOR_MESH_"
+_OURS: Final = "MONARCH_"
+
+SETTINGS: Final[Mapping[str, Setting]] = {
+    setting.name: setting
+    for setting in (
+        Setting(
+            "message_delivery_timeout",
+            Duration(),
+            "30s",
+            "A link on which a message stays unacknowledged for so long is given up, and its messages go back.",
+        ),
+        Setting(
+            "message_ack_time_interval", Duration(), "500ms", "A received message is acknowledged after at most this."
+        ),
+        Setting(
+            "message_ack_every_n_messages", Int(1), 1000, "So many received messages are acknowledged without waiting."
+        ),
+        Setting("message_ttl_default", Int(1), 64, "How many gateways a message may pass."),
+        Setting(
+            "codec_max_frame_length", Int(), 0, "Larger messages, in bytes, are refused at the sender; 0: no limit."
+        ),
+        Setting(
+            "process_exit_timeout", Duration(), "10s", "How long a process that was told to exit may take until killed."
+        ),
+        Setting("stop_actor_timeout", Duration(), "10s", "How long stopping an actor may take."),
+        Setting("cleanup_timeout", Duration(), "3s", "How long `__cleanup__` of an actor may take."),
+        Setting(
+            "host_spawn_ready_timeout", Duration(), "30s", "How long a host may take to say that its process runs."
+        ),
+        Setting("server_heartbeat_interval", Duration(), "1s", "How often hosts tell each other that they live."),
+        Setting(
+            "default_transport",
+            TransportChoice(),
+            "auto",
+            "What this process listens on and dials with: a name, a ChannelTransport, or an address.",
+            variable="MONARCH_TRANSPORT",
+        ),
+        Setting(
+            "mesh_proc_spawn_max_idle",
+            Duration(),
+            "30s",
+            "Spawning processes fails when none has come up for so long.",
+            _MESH,
+        ),
+        Setting(
+            "actor_spawn_max_idle", Duration(), "30s", "Spawning actors fails when none has come up for so long.", _MESH
+        ),
+        Setting(
+            "mesh_terminate_timeout",
+            Duration(),
+            "10s",
+            "How long stopping the processes of a mesh may take until they are killed.",
+            _MESH,
+        ),
+        Setting(
+            "mesh_terminate_concurrency",
+            Int(1),
+            16,
+            "How many processes are stopped at a time.",
+            _MESH,
+        ),
+        Setting(
+            "link_driver",
+            Choice(("thread", "caller")),
+            "caller",
+            "Who moves frames: always a thread of its own, or also the thread that waits for an answer.",
+            _OURS,
+        ),
+        Setting(
+            "mixed_endpoints",
+            Bool(),
+            True,
+            "A class of actors may have both sync and async endpoints; False refuses it, as Monarch does.",
+            _OURS,
+        ),
+        Setting(
+            "poison_failed_procs", Bool(), False, "After one actor of a process failed, the others refuse calls.", _OURS
+        ),
+        Setting(
+            "send_buffer_bytes", Int(1), 256 << 20, "How much may queue for one peer before its senders wait.", _OURS
+        ),
+    )
+}
+
+DurationName = Literal[
+    "message_delivery_timeout",
+    "message_ack_time_interval",
+    "process_exit_timeout",
+    "stop_actor_timeout",
+    "cleanup_timeout",
+    "host_spawn_ready_timeout",
+    "server_heartbeat_interval",
+    "mesh_proc_spawn_max_idle",
+    "actor_spawn_max_idle",
+    "mesh_terminate_timeout",
+]
+IntName = Literal[
+    "message_ack_every_n_messages",
+    "message_ttl_default",
+    "codec_max_frame_length",
+    "mesh_terminate_concurrency",
+    "send_buffer_bytes",
+]
+BoolName = Literal["mixed_endpoints", "poison_failed_procs"]
+StrName = Literal["default_transport", "link_driver"]
+
+
+def checked(values: Mapping[str, object]) -> dict[str, Any]:
+    """`values` in the form that users see.
+
+    Raises:
+        ValueError: there is no such setting, or a value that it cannot have.
+        TypeError: the type of a value is wrong; "Invalid duration format".
+    """
+    return {name: _about(name, setting_of(name).kind.accept, value) for name, value in values.items()}
+
+
+def setting_of(name: str) -> Setting:
+    if (setting := SETTINGS.get(name)) is not None:
+        return setting
+    close = difflib.get_close_matches(name, SETTINGS, n=3)
+    hint = f"the closest are {', '.join(close)}" if close else f"settings are {', '.join(SETTINGS)}"
+    raise ValueError(f"unknown setting {name!r}: {hint}")
+
+
+def _about(subject: str, convert: Callable[[Any], Any], value: object) -> Any:
+    """`convert(value)`, whose errors name the subject."""
+    try:
+        return convert(value)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{subject}: {error}") from None
+
+
+class Settings:
+    """The layers of one process; `environ` is read at first use and by `install`."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = environ
+        self._lock = threading.RLock()
+        self._test: dict[str, Any] = {}
+        self._environment: dict[str, Any] = {}
+        self._client: dict[str, Any] = {}
+        self._runtime: dict[str, Any] = {}
+        self._merged: dict[str, Any] = {}
+        self._values: dict[str, Any] = {}  # empty until the environment was read; replaced, never changed
+
+    @overload
+    def get(self, name: DurationName) -> float: ...
+    @overload
+    def get(self, name: IntName) -> int: ...
+    @overload
+    def get(self, name: BoolName) -> bool: ...
+    @overload
+    def get(self, name: StrName) -> str: ...
+    def get(self, name: str) -> Any:
+        """The value that counts, for use: durations in seconds, the transport as a name or an address.
+
+        Raises:
+            ValueError, TypeError: no such setting; the first time also for a bad environment variable.
+        """
+        try:
+            return self._values[name]
+        except KeyError:
+            setting_of(name)
+            self._load()
+            return self._values[name]
+
+    def merged(self) -> dict[str, Any]:
+        """All settings with the values that count, as users see them."""
+        self._load()
+        return dict(self._merged)
+
+    def runtime(self) -> dict[str, Any]:
+        """Only what `configure` set."""
+        with self._lock:
+            return dict(self._runtime)
+
+    def configure(self, values: Mapping[str, object]) -> None:
+        """Set values in the runtime layer: all of them, or none where one is refused. Errors as for `checked`."""
+        accepted = checked(values)
+        with self._lock:
+            self._load()
+            self._runtime = {**self._runtime, **accepted}
+            self._merge()
+
+    def replace_runtime(self, values: Mapping[str, object]) -> None:
+        """Make `values` the runtime layer."""
+        accepted = checked(values)
+        with self._lock:
+            self._runtime = accepted
+            self._merge()
+
+    @contextmanager
+    def overridden(self, **values: object) -> Iterator[dict[str, Any]]:
+        """For tests: these values count, whatever the other layers say, until the block ends."""
+        accepted = checked(values)
+        with self._lock:
+            self._load()
+            before, self._test = self._test, {**self._test, **accepted}
+            self._merge()
+        try:
+            yield self.merged()
+        finally:
+            with self._lock:
+                self._test = before
+                self._merge()
+
+    def export(self) -> dict[str, Any]:
+        """What a process started from here is to `install`: strings, numbers and booleans only."""
+        with self._lock:
+            handed = {**self._runtime, **self._client}
+            return {k: v.transport() if isinstance(v, ChannelTransport) else v for k, v in handed.items()}
+
+    def install(self, client_override: Mapping[str, object]) -> None:
+        """Take what the starting process exported, and read the environment again."""
+        accepted = checked(client_override)
+        with self._lock:
+            environment = self._read_environment()
+            self._client, self._environment = accepted, environment
+            self._merge()
+
+    def _load(self) -> None:
+        with self._lock:
+            if not self._values:
+                self._environment = self._read_environment()
+                self._merge()
+
+    def _read_environment(self) -> dict[str, Any]:
+        found = {}
+        for setting in SETTINGS.values():
+            if text := self._environ.get(setting.variable):  # empty is as good as not set
+                found[setting.name] = _about(f"environment variable {setting.variable}", setting.kind.parse, text)
+        return found
+
+    def _merge(self) -> None:
+        defaults = {setting.name: setting.default for setting in SETTINGS.values()}
+        self._merged = {**defaults, **self._runtime, **self._client, **self._environment, **self._test}
+        self._values = {name: SETTINGS[name].kind.use(value) for name, value in self._merged.items()}
+
+
+_process: Final = Settings(os.environ)
+
+get = _process.get
+merged = _process.merged
+runtime = _process.runtime
+configure = _process.configure
+replace_runtime = _process.replace_runtime
+overridden = _process.overridden
+export = _process.export
+install = _process.install
+
+
+def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Variables that look like settings of an actor runtime and have no meaning here, sorted."""
+    known = {setting.variable for setting in SETTINGS.values()}
+    return sorted(name for name in environ if name.startswith("HYPERACTOR_") and name not in known)

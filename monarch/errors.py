@@ -1,0 +1,155 @@
+"""Every error this library raises, and who is to blame for it.
+
+```
+MonarchError
+├── TransportError            a connection or the machine
+│   ├── LinkClosed              the peer said goodbye: on purpose, between frames
+│   ├── LinkSevered             the connection broke
+│   ├── NotViable               this transport cannot work here; says why
+│   └── AuthenticationError     the peer does not know the job's secret
+├── ProtocolError             a peer broke the rules of the wire
+│   ├── LocalProtocolError      a bug of ours: report it
+│   └── RemoteProtocolError     the peer's doing: drop the link
+├── DeliveryError             one message did not arrive
+│   ├── NoRoute                 nobody knows the destination
+│   ├── PortGone                the destination exists no more
+│   └── Expired                 the time or hop limit was reached
+├── ActorError                the code of an endpoint raised; the actor lives on
+├── SupervisionError          the actor that was asked has failed or was stopped
+└── MeshError                 a mesh was used in a way it cannot serve
+```
+
+Errors travel between processes: they hold plain fields only, and pickle.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class MonarchError(Exception):
+    """Base of all errors of this library."""
+
+
+class TransportError(MonarchError):
+    """A connection, or the machine it runs over, is at fault."""
+
+
+class LinkClosed(TransportError):
+    """The peer ended the link on purpose; every frame sent before has been delivered."""
+
+
+class LinkSevered(TransportError):
+    """The link broke; frames in flight may or may not have arrived."""
+
+
+class NotViable(TransportError):
+    """A transport was asked for that cannot work on this machine."""
+
+
+class AuthenticationError(TransportError):
+    """The other side of a connection did not prove knowledge of the job's secret."""
+
+
+class ProtocolError(MonarchError):
+    """The rules of the wire were broken."""
+
+
+class LocalProtocolError(ProtocolError):
+    """This process broke the rules of the wire: a bug of this library."""
+
+
+class RemoteProtocolError(ProtocolError):
+    """The peer broke the rules of the wire; its link is dropped."""
+
+
+class DeliveryError(MonarchError):
+    """A message could not be delivered and came back to its sender."""
+
+
+class NoRoute(DeliveryError):
+    """No gateway knows a way to the destination."""
+
+
+class PortGone(DeliveryError):
+    """The destination existed and is gone."""
+
+
+class Expired(DeliveryError):
+    """The message reached its time or hop limit."""
+
+
+class ActorError(MonarchError):
+    """An endpoint raised, and its actor lives on.
+
+    Attributes:
+        exception: what the endpoint raised. Where the object itself could not travel, a `RemoteException` that has its
+            type name and text.
+        exception_formatted: the traceback as rendered in the remote process, with causes and contexts.
+        message: one line that says which call failed.
+    """
+
+    def __init__(
+        self, exception: BaseException, message: str = "A remote actor call failed.", formatted: str | None = None
+    ) -> None:
+        if formatted is None:
+            import traceback
+
+            formatted = "".join(traceback.format_exception(exception))
+        super().__init__(exception, message, formatted)
+        self.exception = exception
+        self.message = message
+        self.exception_formatted = formatted
+
+    # The remote traceback is part of the text, causes included. So `exception` is never set as `__cause__` too: a
+    # printed ActorError would show it twice. How it pickles is in `core.exceptions`.
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({type(self.exception).__name__}, {self.message!r})"
+
+    def __str__(self) -> str:
+        return f"{self.message}\n Traceback of where the remote call failed (most recent call last):\n" + (
+            self.exception_formatted
+        )
+
+
+class RemoteException(Exception):
+    """Stands for a remote exception that could not be sent or rebuilt: its type name and text survive.
+
+    Attributes:
+        type_name: qualified name of the original class.
+        text: `str()` of the original, or a note where that raised.
+        note: why the object itself is not here.
+    """
+
+    def __init__(self, type_name: str, text: str, note: str = "") -> None:
+        super().__init__(type_name, text, note)
+        self.type_name, self.text, self.note = type_name, text, note
+
+    def __str__(self) -> str:
+        return f"{self.type_name}: {self.text}" + (f" ({self.note})" if self.note else "")
+
+
+class SupervisionError(MonarchError, RuntimeError):
+    """The actor that was asked has failed, has been stopped, or its process is gone.
+
+    Attributes:
+        message: what happened to which actor, rank and process.
+        endpoint: the call that met it, as `actor.method`, or None.
+        failure: the `MeshFailure` behind it, or None after a stop.
+    """
+
+    def __init__(self, message: str, endpoint: str | None = None, failure: Any = None) -> None:
+        super().__init__(message, endpoint, failure)
+        self.message = message
+        self.endpoint = endpoint
+        self.failure = failure
+
+    def __str__(self) -> str:
+        if self.endpoint is None:
+            return self.message
+        return f"Endpoint call {self.endpoint}() failed, {self.message}"
+
+
+class MeshError(MonarchError, RuntimeError):
+    """A mesh was used in a way it cannot serve: stopped, not owned, not ready."""

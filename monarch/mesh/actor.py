@@ -1,0 +1,119 @@
+"""The base class of actors, and what is known of an actor's class."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from typing import TYPE_CHECKING, Any, Self
+
+from attrs import define
+
+from monarch.core import settings
+from monarch.mesh.endpoint import EndpointProperty, EndpointSpec
+
+if TYPE_CHECKING:
+    from monarch.core.future import Future
+    from monarch.mesh.shape import Extent
+
+
+class _MeshOnly:
+    """An attribute that a mesh of actors has and the actor itself has not."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: object | None, owner: type) -> Any:
+        if instance is None:
+            return self
+        raise NotImplementedError(
+            f"{self._name!r} belongs to meshes of actors; inside the actor, use context().actor_instance"
+        )
+
+
+class Actor:
+    """Subclass it and decorate methods with `@endpoint`.
+
+    Hooks that a subclass may define: `__supervise__(self, failure) -> bool`, sync or async, hears that something which
+    this actor owns has failed, and says whether that is dealt with; `__cleanup__(self, exc)`, sync or async, runs once
+    at the end, with None after a stop and an exception after a failure; `_handle_undeliverable_message(self, message)
+    -> bool` hears of messages that came back.
+
+    `procs.spawn("name", Class)` is annotated as returning `Class`, so that its endpoints are checked; it really returns
+    an `ActorMesh`. Therefore the mesh methods are declared here too.
+    """
+
+    if TYPE_CHECKING:
+
+        def slice(self, /, **dims: int | Any) -> Self: ...
+        def split(self, /, **dims: Any) -> Self: ...
+        def flatten(self, name: str) -> Self: ...
+        def rename(self, /, **names: str) -> Self: ...
+        def size(self, dim: Any = None) -> int: ...
+        def stop(self, reason: str = ...) -> Future[None]: ...
+        def __len__(self) -> int: ...
+        @property
+        def initialized(self) -> Future[None]: ...
+        @property
+        def extent(self) -> Extent: ...
+        @property
+        def sizes(self) -> dict[str, int]: ...
+    else:
+        slice = split = flatten = rename = size = stop = initialized = extent = sizes = _MeshOnly()
+
+    @functools.cached_property
+    def logger(self) -> logging.Logger:
+        """A logger of the class, at level DEBUG."""
+        logger = logging.getLogger(type(self).__module__ + "." + type(self).__qualname__)
+        logger.setLevel(logging.DEBUG)
+        return logger
+
+    def _handle_undeliverable_message(self, message: Any) -> bool:
+        """A message that this actor sent came back. True: dealt with; otherwise it is logged."""
+        return False
+
+
+@define(frozen=True)
+class ActorClass:
+    """What a class of actors offers, worked out once.
+
+    Attributes:
+        name: `module.Qualname`.
+    """
+
+    cls: type
+    name: str
+    endpoints: dict[str, EndpointSpec]
+
+    def check_kinds(self) -> None:
+        """Raises: ValueError when sync and async endpoints are mixed and the setting `mixed_endpoints` forbids that."""
+        kinds = {spec.is_async for spec in self.endpoints.values()}
+        if len(kinds) > 1 and not settings.get("mixed_endpoints"):
+            names = [sorted(s.name for s in self.endpoints.values() if s.is_async is kind) for kind in (False, True)]
+            raise ValueError(f"{self.name} mixes both async and sync endpoints: sync {names[0]}, async {names[1]}")
+
+    def check_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raises: TypeError when the constructor cannot be called with these."""
+        try:
+            signature = inspect.signature(self.cls)
+        except (ValueError, TypeError):
+            return  # a constructor in C, say: it will be tried
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{self.cls.__qualname__}.__init__(): {error}") from None
+
+    @property
+    def is_async(self) -> bool:
+        """Whether the constructor runs with the loop visible: unless every endpoint is sync."""
+        return not self.endpoints or any(spec.is_async for spec in self.endpoints.values())
+
+
+@functools.lru_cache(maxsize=1024)
+def class_of(cls: type) -> ActorClass:
+    endpoints = {}
+    for name in dir(cls):
+        found = inspect.getattr_static(cls, name)
+        if isinstance(found, EndpointProperty):
+            endpoints[name] = EndpointSpec.of(name, found)
+    return ActorClass(cls, f"{cls.__module__}.{cls.__qualname__}", endpoints)

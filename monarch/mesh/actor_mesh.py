@@ -1,0 +1,225 @@
+"""Meshes of actors: the reference that endpoints are called on, whole or in views.
+
+An `ActorMesh` is a list of processes and one number: each member is the actor of that number in its process. It holds no
+live object, so that it pickles; only the one that `spawn` returned may stop its actors.
+
+An endpoint wins over a method of the mesh that has its name. The mesh's own is then reached through the class:
+`ActorMesh.stop(actors)`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from monarch.core import codec
+from monarch.core.envelope import Envelope, Flag, Kind
+from monarch.core.future import Future
+from monarch.core.ids import ProcId
+from monarch.errors import MonarchError, SupervisionError
+from monarch.mesh.actor import ActorClass, class_of
+from monarch.mesh.context import context
+from monarch.mesh.dispatch import READY
+from monarch.mesh.endpoint import Endpoint, PlainMethod, describe_call
+from monarch.mesh.port import Members, MeshReply
+from monarch.mesh.shape import Point, Region
+from monarch.mesh.view import MeshView, overridable
+
+if TYPE_CHECKING:
+    from monarch.mesh.ownership import OwnedActors
+
+A = TypeVar("A")
+_OWN_NAMES = frozenset(
+    ["slice", "split", "flatten", "rename", "size", "sizes", "extent", "region", "stop", "initialized"]
+)
+
+
+class ActorMesh(MeshView, Generic[A]):
+    """Actors of one class, one in each process of a mesh. Its attributes are the endpoints of the class."""
+
+    def __init__(
+        self,
+        number: int,
+        name: str,
+        cls: type[A] | bytes,
+        class_name: str,
+        procs: Sequence[ProcId],
+        whole: Region,
+        region: Region,
+        owned: OwnedActors | None = None,
+    ) -> None:
+        self._number, self._name, self._class_name = number, name, class_name
+        self._procs = procs  # [position in the view]
+        self._whole = whole  # the region that was spawned
+        self._region = region
+        self._owned = owned
+        self._cls = cls  # the class, or what it is pickled as
+        self._known: ActorClass | None = None
+        self._targets: list[tuple[int, ProcId]] = [(proc.key, proc) for proc in procs]
+        if not isinstance(cls, bytes):
+            self._install(class_of(cls))
+
+    def _install(self, known: ActorClass) -> None:
+        self._known = known
+        for name in _OWN_NAMES.intersection(known.endpoints):
+            self.__dict__[name] = Endpoint(self, known.endpoints[name])
+
+    def _actor_class(self) -> ActorClass:
+        if self._known is None:
+            assert isinstance(self._cls, bytes)
+            self._install(class_of(codec.decode([self._cls])))
+            assert self._known is not None
+        return self._known
+
+    def __getattr__(self, name: str) -> Any:
+        if (name.startswith("__") and name.endswith("__")) or name in ("_known", "_cls"):
+            raise AttributeError(name)
+        known = self._actor_class()
+        spec = known.endpoints.get(name)
+        if spec is not None:
+            found = self.__dict__[name] = Endpoint(self, spec)
+            return found
+        method = inspect.getattr_static(known.cls, name, None)
+        if callable(method):
+            return PlainMethod(self, name, method)
+        raise AttributeError(
+            f"actor mesh {self._name!r} of {self._class_name} has no endpoint {name!r}; "
+            f"it has {', '.join(sorted(known.endpoints)) or 'none'}"
+        )
+
+    # ---- views
+
+    def _with_region(self, region: Region) -> ActorMesh[A]:
+        positions = self._region._slice
+        procs = [self._procs[positions.index(base)] for base in region._slice]
+        cls: Any = self._cls if self._known is None else self._known.cls
+        view: ActorMesh[A] = ActorMesh(self._number, self._name, cls, self._class_name, procs, self._whole, region)
+        view._owner_of_view = self._owned or self.__dict__.get("_owner_of_view")
+        return view
+
+    _owner_of_view: Any = None
+
+    @overridable
+    def initialized(self) -> Future[None]:
+        """Resolves when every member is constructed.
+
+        Raises (the future): RuntimeError "error spawning actor mesh ...", when one could not be.
+        """
+        runtime = context().actor_instance.proc_runtime
+        members = ActorMesh._members(self, "__init__")
+        reply: MeshReply[None] = MeshReply(runtime, members)
+        extent = self._region.extent
+        description = describe_call(READY, extent._labels, extent._sizes)
+        ActorMesh._cast(self, [description, *codec.encode_call((), {})], reply.number)
+        result: Future[None] = Future._pending(runtime.driver, members.pending_text)
+
+        def ready() -> None:
+            try:
+                reply.future.get(0)
+            except SupervisionError as error:
+                raise RuntimeError(f"error spawning actor mesh {self._name!r}: {error}") from error
+
+        reply.future._on_done(lambda: result._complete(ready))
+        return result
+
+    def stop(self, reason: str = "stopped by client") -> Future[None]:
+        """Stop all actors gracefully: each serves what is queued, cleans up, and ends. Their processes live on.
+
+        Raises:
+            NotImplementedError: this is a reference or a view; only what `spawn` returned can be stopped.
+        """
+        owned = self._owned
+        if owned is None:
+            what = "a view" if self._owner_of_view is not None else "a reference"
+            raise NotImplementedError(
+                f"actor mesh {self._name!r} is {what}; stop() works on the mesh that spawn() returned, at its owner"
+            )
+        return owned.stop(reason)
+
+    # ---- sending, for endpoints
+
+    def _describe(self, position: int) -> str:
+        """`module.Class name{'gpus': 1/2}` of the member at this position of the view."""
+        base = self._region._slice[position]
+        return describe_member(self._class_name, self._name, self._whole, base)
+
+    def _members(self, method: str) -> Members:
+        return Members([key for key, _ in self._targets], self._describe_member, self._name, method, self._region)
+
+    @property
+    def _describe_member(self) -> Callable[[int], str]:
+        class_name, name, whole, bases = self._class_name, self._name, self._whole, self._region._slice
+        return lambda position: describe_member(class_name, name, whole, bases[position])
+
+    def _cast(self, parts: list[Any], reply_port: int) -> None:
+        """Send a CALL to every member. The sender's order per member is given here, before anything is sent."""
+        sender = context().actor_instance
+        runtime = sender.proc_runtime
+        own, source, number = runtime.key, sender.actor_id.number, self._number
+        local = 0
+        for rank, (key, proc) in enumerate(self._targets):
+            each = parts
+            if key == own:
+                # Members in this process read the same memory: all but the first get a copy of their own.
+                local += 1
+                if local > 1:
+                    each = [parts[0], *codec.private_parts(parts[1:])]
+            seq = sender.next_seq(key, number)
+            runtime.send(
+                Envelope(Kind.CALL, key, number, 0, own, source, each, Flag.SEQUENCED, rank, seq, reply_port), proc
+            )
+
+    def _send_one(self, parts: list[Any], reply_port: int, rank: int) -> None:
+        sender = context().actor_instance
+        runtime = sender.proc_runtime
+        key, proc = self._targets[rank]
+        seq = sender.next_seq(key, self._number)
+        runtime.send(
+            Envelope(
+                Kind.CALL,
+                key,
+                self._number,
+                0,
+                runtime.key,
+                sender.actor_id.number,
+                parts,
+                Flag.SEQUENCED,
+                rank,
+                seq,
+                reply_port,
+            ),
+            proc,
+        )
+
+    # ---- references
+
+    def _pickled_class(self) -> bytes:
+        if not isinstance(self._cls, bytes):
+            (pickled,) = codec.encode(self._cls)
+            self._cls = bytes(pickled)
+        return self._cls
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        arguments = (self._number, self._name, self._pickled_class(), self._class_name, tuple(self._procs))
+        return ActorMesh, (*arguments, self._whole, self._region)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ActorMesh):
+            return NotImplemented
+        return self._number == other._number and self._region == other._region
+
+    def __hash__(self) -> int:
+        return hash((self._number, self._region))
+
+    def __repr__(self) -> str:
+        return f"<ActorMesh {self._name!r} of {self._class_name} {dict(self._region.extent)}>"
+
+
+def describe_member(class_name: str, name: str, whole: Region, base: int) -> str:
+    """`module.Class name{'gpus': 1/2}`."""
+    try:
+        point = whole.point_of_base_rank(base)
+    except (ValueError, MonarchError):
+        point = Point(0, whole.extent)
+    return f"{class_name} {name}{point if len(point) else ''}"

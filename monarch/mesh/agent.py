@@ -1,0 +1,203 @@
+"""The agent of a process: makes actors from SPAWN messages, stops them, and tells owners of their ends.
+
+A SPAWN message is `[SpawnInfo, *body]`. The info is decoded here, on the driving thread, and holds nothing of the user's;
+the body is the encoded (class, args, kwargs), which the actor's own thread decodes, so that a slow import delays nobody.
+
+A process may have a gate: while a bootstrap function runs in it, which came first, other actors are not made yet.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from attrs import define
+
+from monarch.core import codec, settings
+from monarch.core.envelope import Envelope
+from monarch.core.gateway import Limits
+from monarch.core.ids import ActorId, ProcId
+from monarch.core.instance import Instance
+from monarch.core.monitor import Down
+from monarch.core.proc import Proc
+from monarch.log import get_logger
+from monarch.mesh.context import ActorInstance, CreatorInstance, Spawner
+from monarch.mesh.dispatch import ActorBehavior
+from monarch.mesh.ownership import Books
+from monarch.mesh.shape import Point
+from monarch.transports.base import Transport
+
+if TYPE_CHECKING:
+    from monarch.mesh.proc_mesh import ProcMesh
+
+log = get_logger("monarch.agent")
+
+
+@define(frozen=True)
+class SpawnInfo:
+    """What a process must know to make its member of an actor mesh; the same for all members."""
+
+    name: str
+    class_name: str
+    proc_mesh: ProcMesh
+    owner: ActorId
+    creator: CreatorInstance
+    opens_gate: bool = False
+
+
+def limits_from_settings() -> Limits:
+    return Limits(
+        settings.get("message_delivery_timeout"),
+        settings.get("message_ack_time_interval"),
+        settings.get("message_ack_every_n_messages"),
+        settings.get("send_buffer_bytes"),
+    )
+
+
+class MeshProc(Proc):
+    """A process that hosts members of meshes.
+
+    Attributes:
+        root: the process of the client that all this belongs to.
+        books: the meshes owned by actors of this process.
+        on_idle_end: called once all actors have been stopped by "stop_all"; the process is to end then.
+        failed_actors: how many actors ended by a failure.
+    """
+
+    def __init__(self, proc_id: ProcId, transport: Transport, secret: bytes, *, root: ProcId | None = None) -> None:
+        super().__init__(proc_id, transport, secret, driver=settings.get("link_driver"), limits=limits_from_settings())
+        self.cleanup_timeout_s = settings.get("cleanup_timeout")
+        self.release_timeout_s = settings.get("process_exit_timeout")
+        self._root = root
+        self.books = Books(self)
+        self.failed_actors = 0
+        self.last_failure: Down | None = None
+        self.on_end: Callable[[], None] = lambda: None
+        self._gate: list[Envelope] | None = None
+        self._stopping_all = False
+        self._end_lock = threading.Lock()
+        self.handlers["spawn"] = self._on_spawn
+        self.handlers["stop_actor"] = self._on_stop_actor
+        self.handlers["stop_all"] = self._on_stop_all
+
+    @property
+    def root(self) -> ProcId:
+        return self._root if self._root is not None else self.proc_id
+
+    @property
+    def host(self) -> ProcId:
+        """The process in which the agent of this process's host lives."""
+        keeper = self.proc_id.keeper
+        return keeper if keeper is not None else self.proc_id
+
+    # ---- spawning
+
+    def close_gate(self) -> None:
+        """Make no actors from now on but those that this process spawns on itself, until a `SpawnInfo.opens_gate`."""
+        self._gate = []
+
+    def open_gate(self, down: Down | None) -> None:
+        """The bootstrap function is through; with `down` it failed, and so do the actors that waited."""
+        held, self._gate = self._gate or [], None
+        for envelope in held:
+            self._make(envelope, down)
+
+    def _on_spawn(self, envelope: Envelope) -> None:
+        if self._gate is not None and envelope.src_proc != self.key:
+            info: SpawnInfo = codec.decode(envelope.parts[:1])
+            if not info.opens_gate:
+                self._gate.append(envelope)
+                return
+        self._make(envelope, None)
+
+    def _make(self, envelope: Envelope, down: Down | None) -> None:
+        info: SpawnInfo = codec.decode(envelope.parts[:1])
+        number = envelope.dst_actor
+        if down is None and self._stopping_all:
+            down = Down("stopped", "the process is being stopped")
+        if down is None and settings.get("poison_failed_procs") and self.last_failure is not None:
+            reason = "error spawning actor mesh: an actor of this process has failed before, and the setting "
+            down = Down("failed", reason + "poison_failed_procs refuses others since").because(self.last_failure)
+        owner_told = self._tell_owner(info.owner, number, envelope.rank)
+        if down is not None:
+            self.monitors.watch((self.key, number), owner_told)
+            self.monitors.fire((self.key, number), down)
+            return
+        rank = Point(envelope.rank, info.proc_mesh._region.extent)
+        actor_id = ActorId(self.proc_id, number, info.name)
+        instance = ActorInstance(self, actor_id, info.name, info.class_name, rank, info.proc_mesh, info.creator)
+        behavior = ActorBehavior(instance, list(envelope.parts[1:]), lambda down: release_owned(instance, down))
+        instance.owner_key = info.owner.proc.key
+        instance.on_failure = behavior.supervise
+        instance.on_undeliverable = behavior.undeliverable
+        self.books.owners[number] = instance
+        self.monitors.watch((self.key, number), owner_told)
+        self.adopt(instance)
+        self.run_actor(f"monarch {info.name}", lambda: instance.run(behavior))
+
+    def _tell_owner(self, owner: ActorId, number: int, rank: int) -> Callable[[Down], None]:
+        def told(down: Down) -> None:
+            if owner.proc.key == self.key:
+                self.books._on_member_down(None, number, rank, down)
+            else:
+                self.tell(owner.proc, "member_down", number, rank, down)
+
+        return told
+
+    # ---- stopping
+
+    def _on_stop_actor(self, envelope: Envelope, number: int, reason: str) -> None:
+        actor = self.actors.get(number)
+        if isinstance(actor, Instance):
+            actor.request_stop(Down("stopped", reason))
+        elif self.monitors.gone((self.key, number)) is None:
+            # It waits behind the gate, or its SPAWN has not come through here: it shall not be born.
+            self.monitors.fire((self.key, number), Down("stopped", reason))
+
+    def _on_stop_all(self, envelope: Envelope, reason: str) -> None:
+        self.stop_all(reason)
+
+    def stop_all(self, reason: str) -> None:
+        """Stop every actor gracefully, then call `on_end`. Does not block."""
+        self._stopping_all = True
+        down = Down("stopped", reason)
+        for actor in list(self.actors.values()):
+            if isinstance(actor, Instance):
+                actor.request_stop(down)
+        self._end_if_idle()
+
+    def actor_ended(self, instance: Instance, down: Down) -> None:
+        self.books.owners.pop(instance.actor_id.number, None)
+        if not down.stopped:
+            self.failed_actors += 1
+            self.last_failure = down
+        super().actor_ended(instance, down)
+        if self._stopping_all:
+            self._end_if_idle()
+
+    def _end_if_idle(self) -> None:
+        if any(isinstance(actor, Instance) for actor in list(self.actors.values())):
+            return
+        with self._end_lock:
+            on_end, self.on_end = self.on_end, lambda: None
+        on_end()
+
+    def _on_gone(self, peer: Any, down: Down) -> None:
+        super()._on_gone(peer, down)
+        # Actors whose owner's process is gone end with it; the process they run on may be somebody else's.
+        for actor in list(self.actors.values()):
+            if isinstance(actor, ActorInstance) and actor.owner_key == peer.key:
+                actor.request_stop(Down("stopped", f"its owner's process is gone: {down.reason}"))
+
+
+def release_owned(owner: Spawner, down: Down) -> None:
+    """Stop what `owner` owns, the youngest first, and wait for it, bounded."""
+    runtime = owner.proc_runtime
+    owned = list(reversed(owner.owned.values()))
+    stops = [each.stop(f"its owner ended: {down.reason}") for each in owned]
+    for each, future in zip(owned, stops, strict=True):
+        try:
+            future.get(timeout=runtime.release_timeout_s)
+        except Exception as error:
+            log.warning("release.failed", owner=str(owner), mesh=each.name, error=str(error))

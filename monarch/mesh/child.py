@@ -1,0 +1,93 @@
+"""A process of a mesh, from its first line to its end.
+
+The main thread runs the first actor: libraries that want the main thread, and signals with timers, work in it. Further
+actors have threads of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import queue
+import sys
+import threading
+from collections.abc import Callable
+
+from monarch.core import settings
+from monarch.core.ids import ActorId, new_number
+from monarch.core.monitor import Down
+from monarch.log import show_what_was_asked_for
+from monarch.mesh.agent import MeshProc
+from monarch.mesh.client import ProcClient
+from monarch.mesh.context import NOWHERE, Context, set_client_context
+from monarch.mesh.host import Boot
+from monarch.transports import registry
+
+_LAST_WORDS_S = 2.0
+
+
+class MainThread:
+    """Runs actors on the main thread, one after the other; those that come meanwhile get threads of their own."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._free = True
+        self._lock = threading.Lock()
+
+    def run_actor(self, name: str, run: Callable[[], None]) -> None:
+        with self._lock:
+            mine, self._free = self._free, False
+        if mine:
+            self._jobs.put(run)
+        else:
+            threading.Thread(target=run, name=name, daemon=True).start()
+
+    def end(self) -> None:
+        self._jobs.put(None)
+
+    def serve(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+            with self._lock:
+                self._free = True
+
+
+def start(boot: Boot) -> MeshProc:
+    """The runtime of a new process: listening, and on its way to its keeper."""
+    assert boot.proc.keeper is not None
+    runtime = MeshProc(boot.proc, registry.get(boot.scheme), boot.secret, root=boot.root)
+    if boot.gated:
+        runtime.close_gate()
+    runtime.gateway.listen(boot.listen)
+    return runtime
+
+
+def main(payload: bytes) -> None:
+    """Entry point of a launched process."""
+    boot: Boot = pickle.loads(payload)
+    settings.install(boot.config)
+    show_what_was_asked_for()
+    runtime = start(boot)
+    main_thread = MainThread()
+    runtime.run_actor = main_thread.run_actor
+    runtime.on_end = main_thread.end
+    keeper = boot.proc.keeper
+    assert keeper is not None
+
+    def on_gone(key: int, down: Down) -> None:
+        if key == keeper.key:
+            # Nobody is left to report to; the guardian of the host ends this process anyway.
+            runtime.stop_all(f"the client's process is gone: {down.reason}")
+            timer = threading.Timer(_LAST_WORDS_S, os._exit, (1,))
+            timer.daemon = True
+            timer.start()
+
+    runtime.on_proc_gone.append(on_gone)
+    client = ProcClient(runtime, ActorId(runtime.proc_id, new_number(), "client"))
+    set_client_context(Context(client, NOWHERE))
+    runtime.gateway.connect(keeper)
+    main_thread.serve()
+    sys.stdout.flush()
+    runtime.close()
+    if runtime.failed_actors:
+        raise SystemExit(1)

@@ -1,0 +1,230 @@
+"""The root client: the actor that the user's script is.
+
+The first `context()` makes it, once per process, together with the agent of this host, so that `this_host()` and
+`this_proc()` work anywhere. What it owns and nobody handles the failure of, ends the program: see `_Faults`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import queue
+import secrets
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from datetime import datetime
+from types import TracebackType
+from typing import Any
+
+from monarch.core import settings
+from monarch.core.future import Future
+from monarch.core.ids import ActorId, ProcId, Uid, new_number
+from monarch.core.monitor import Down
+from monarch.log import get_logger, show_what_was_asked_for
+from monarch.mesh import context as context_module
+from monarch.mesh.agent import MeshProc, release_owned
+from monarch.mesh.context import NOWHERE, Context, Spawner, set_client_context
+from monarch.mesh.host import HostAgent, ProcessStarter, Starter
+from monarch.mesh.shape import Region, Slice
+from monarch.supervision.failure import MeshFailure
+from monarch.transports import registry
+from monarch.transports.url import parse
+
+log = get_logger("monarch.client")
+
+_EXIT_BUDGET_S = 1.0
+
+
+class ProcClient(Spawner):
+    """Stands for code of a process that runs outside any of its actors: threads that the user started."""
+
+    def __init__(self, runtime: MeshProc, actor_id: ActorId) -> None:
+        from monarch.mesh.proc_mesh import ProcMesh
+
+        super().__init__(runtime, actor_id)
+        here = ProcMesh("local", [runtime.proc_id], Region((), Slice(0, (), ())))
+        self._init_spawner("client", "monarch.RootClientActor", NOWHERE, here, None)
+        runtime.books.owners[actor_id.number] = self
+        runtime.adopt(self)
+
+    def supervise(self, failure: MeshFailure) -> None:
+        log.error("failure.unhandled", failure=failure.report())
+
+    def stop(self, reason: str | None = None) -> None:
+        raise RuntimeError("the client cannot be stopped like an actor: use shutdown_context()")
+
+    def abort(self, reason: str | None = None) -> None:
+        raise RuntimeError("the client cannot be aborted like an actor: use shutdown_context()")
+
+
+class RootClient(ProcClient):
+    """The client of a user's script."""
+
+    def __init__(self, runtime: MeshProc, agent: HostAgent) -> None:
+        super().__init__(runtime, ActorId(runtime.proc_id, new_number(), "client"))
+        self.agent = agent
+        self._pid = os.getpid()
+        self._faults = _Faults()
+        self._shutdown: Future[None] | None = None
+        self._shutdown_lock = threading.Lock()
+
+    def supervise(self, failure: MeshFailure) -> None:
+        if self._shutdown is None:
+            self._faults.put(failure)
+
+    def undeliverable(self, envelope: Any, down: Down) -> None:
+        log.warning("message.undeliverable", reason=str(down))
+
+    def shutdown(self) -> Future[None]:
+        """Stop everything that this client owns; idempotent."""
+        with self._shutdown_lock:
+            if self._shutdown is None:
+                self._shutdown = Future._pending(self.proc_runtime.driver, lambda: "the shutdown of the client")
+                threading.Thread(target=self._shut_down, args=(self._shutdown,), daemon=True).start()
+            return self._shutdown
+
+    def _shut_down(self, future: Future[None]) -> None:
+        try:
+            release_owned(self, Down("stopped", "the client shuts down"))
+            self.agent.close(settings.get("process_exit_timeout"))
+            self.proc_runtime.close()
+        except BaseException as error:
+            future._fail(error)
+        else:
+            future._complete(lambda: None)
+
+    def at_exit(self) -> None:
+        """The program ends: what is owned gets `_EXIT_BUDGET_S` to stop gracefully."""
+        if os.getpid() != self._pid:
+            return  # a fork of the client owns nothing
+        if self._shutdown is None:
+            self._shutdown = Future._pending(None)
+            self.proc_runtime.release_timeout_s = _EXIT_BUDGET_S
+            release_owned(self, Down("stopped", "the client has ended"))
+            self.agent.close(0.2)
+            self.proc_runtime.close(0.5)
+        else:
+            try:
+                self._shutdown.get(timeout=2 * _EXIT_BUDGET_S)
+            except Exception as error:
+                log.warning("shutdown.unfinished", error=str(error))
+                self.agent.close(0.2)
+        if self._faults.fatal:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+
+
+class _Faults:
+    """Failures that nobody handled: each goes to `monarch.actor.unhandled_fault_hook`, on a thread of its own.
+
+    Where the hook raises (the default one does), the program ends: a report on stderr, KeyboardInterrupt in the main
+    thread, atexit functions, status 1. Once.
+    """
+
+    def __init__(self) -> None:
+        self.fatal = False
+        self._queue: queue.SimpleQueue[MeshFailure] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def put(self, failure: MeshFailure) -> None:
+        self._queue.put(failure)
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="monarch-faults", daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            failure = self._queue.get()
+            if self.fatal:
+                continue
+            hook: Callable[[MeshFailure], object] = sys.modules["monarch.actor"].unhandled_fault_hook
+            try:
+                hook(failure)
+            except BaseException as error:
+                self.fatal = True
+                self._end_program(failure, error)
+
+    def _end_program(self, failure: MeshFailure, error: BaseException) -> None:
+        now = datetime.now().isoformat(sep=" ", timespec="seconds")
+        text = f"Unhandled monarch error on the root actor, hostname={socket.gethostname()}, PID={os.getpid()} at time "
+        because = "" if isinstance(error, SystemExit) else f"\nunhandled_fault_hook raised {error!r}"
+        sys.stderr.write(f"{text}{now}: {failure}\n{failure.report()}{because}\n")
+        sys.stderr.flush()
+        sys.excepthook = _exit_with_1
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+
+def _exit_with_1(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """`sys.excepthook` of a program that ends by a fault. An uncaught KeyboardInterrupt would end it by SIGINT, and
+    would skip nothing on its way but the status: so run the rest of a normal end here, and leave with 1."""
+    if not isinstance(error, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, trace)
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def make() -> Context:
+    """Make the client of this process. Called once, by `context()`."""
+    show_what_was_asked_for()
+    wanted = settings.get("default_transport")
+    if "://" in wanted:
+        scheme, listen = parse(wanted).scheme, wanted
+        transport = registry.for_url(wanted)
+        reason = f"{wanted} was asked for"
+    else:
+        choice = registry.choose(wanted)
+        transport, reason = choice.transport, choice.reason
+        scheme = transport.scheme
+        listen = _any_address(scheme)
+    runtime = MeshProc(ProcId(Uid.instance("client")), transport, secrets.token_bytes(32))
+    runtime.gateway.listen(listen)
+    log.info("transport.chosen", transport=scheme, reason=reason, address=runtime.gateway.address)
+    starter: Starter
+    if scheme == "inproc":
+        from monarch.mesh.threads import ThreadStarter
+
+        starter = ThreadStarter(runtime)
+    else:
+        starter = ProcessStarter(runtime)
+    client = RootClient(runtime, HostAgent(runtime, starter, _any_address(scheme)))
+    atexit.register(client.at_exit)
+    from monarch.mesh.controllers import install
+
+    made = Context(client, NOWHERE)
+    set_client_context(made)
+    install(client)
+    return made
+
+
+def _any_address(scheme: str) -> str:
+    return {"tcp": "tcp://127.0.0.1:0", "ipc": "ipc://", "inproc": "inproc://"}[scheme]
+
+
+def shutdown_context() -> Future[None]:
+    """Stop everything that this client owns. Idempotent; the client cannot be started again in this process."""
+    found = context_module.client_context()
+    if found is None:
+        return Future._completed(None)
+    client = found.actor_instance
+    if not isinstance(client, RootClient):
+        raise RuntimeError("shutdown_context belongs to the client; an actor ends with context().actor_instance.stop()")
+    return client.shutdown()
+
+
+def _in_forked_child() -> None:
+    found = context_module.client_context()
+    if found is not None:
+        context_module.mark_forked()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_forked_child)

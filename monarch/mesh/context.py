@@ -1,0 +1,229 @@
+"""Where am I: the actor whose code runs, and the message that it serves."""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from attrs import define
+
+from monarch.core.ids import ActorId, ProcId
+from monarch.core.instance import Instance as CoreInstance
+from monarch.core.instance import Sender
+from monarch.core.monitor import Down
+from monarch.mesh.shape import Extent, Point
+
+if TYPE_CHECKING:
+    from monarch.core.proc import Proc
+    from monarch.mesh.ownership import Owned
+    from monarch.mesh.proc_mesh import ProcMesh
+    from monarch.supervision.failure import MeshFailure
+
+EMPTY_EXTENT = Extent((), ())
+NOWHERE = Point(0, EMPTY_EXTENT)
+
+
+@define(frozen=True)
+class CreatorInstance:
+    """Who spawned an actor, and who spawned that one: a chain of small records up to the client."""
+
+    rank: Point
+    name: str
+    class_name: str
+    proc_mesh: ProcMesh | None = None
+    creator: CreatorInstance | None = None
+
+    @property
+    def proc(self) -> ProcMesh | None:
+        return None if self.proc_mesh is None else self.proc_mesh._member(self.rank.rank)
+
+    def __str__(self) -> str:
+        return path_of(self.creator, self.class_name, self.name, self.rank)
+
+
+def path_of(creator: CreatorInstance | None, class_name: str, name: str, rank: Point) -> str:
+    if creator is None:
+        return "<root>"
+    place = str(rank) if len(rank) else ""
+    return f"{creator}.<{class_name} {name}{place}>"
+
+
+class Spawner(Sender):
+    """An actor, or the client, as users see it: `context().actor_instance`."""
+
+    name: str
+    class_name: str
+    rank: Point
+    proc_mesh: ProcMesh
+    creator: CreatorInstance | None
+
+    def _init_spawner(
+        self, name: str, class_name: str, rank: Point, proc_mesh: ProcMesh, creator: CreatorInstance | None
+    ) -> None:
+        self.name, self.class_name, self.rank = name, class_name, rank
+        self.proc_mesh, self.creator = proc_mesh, creator
+        self.owned: dict[int, Owned] = {}
+
+    @property
+    def proc_id(self) -> ProcId:
+        return self.actor_id.proc
+
+    @property
+    def proc(self) -> ProcMesh:
+        """The process this actor runs on, as a mesh of no dimensions."""
+        return self.proc_mesh._member(self.rank.rank)
+
+    @property
+    def record(self) -> CreatorInstance:
+        """This actor as the creator of others."""
+        mesh = None if self.creator is None else self.proc_mesh
+        return CreatorInstance(self.rank, self.name, self.class_name, mesh, self.creator)
+
+    def supervise(self, failure: MeshFailure) -> None:
+        """Something that this actor owns has failed. Called from any thread."""
+        raise NotImplementedError
+
+    def stop(self, reason: str | None = None) -> None:
+        """End this actor gracefully, once it has served what is queued."""
+        raise NotImplementedError
+
+    def abort(self, reason: str | None = None) -> None:
+        """End this actor as failed; the report has the reason."""
+        raise NotImplementedError
+
+    def kill(self, reason: str | None = None) -> None:
+        """As `abort`, without serving anything more."""
+        self.abort(reason)
+
+    def spawn_tensor_engine(self, proc_mesh: ProcMesh) -> Any:
+        raise NotImplementedError("distributed tensors are planned; this version has no tensor engine")
+
+    def __str__(self) -> str:
+        return path_of(self.creator, self.class_name, self.name, self.rank)
+
+    __repr__ = __str__
+
+
+class ActorInstance(Spawner, CoreInstance):
+    """A running actor."""
+
+    def __init__(
+        self,
+        runtime: Proc,
+        actor_id: ActorId,
+        name: str,
+        class_name: str,
+        rank: Point,
+        proc_mesh: ProcMesh,
+        creator: CreatorInstance,
+    ) -> None:
+        CoreInstance.__init__(self, runtime, actor_id)
+        self._init_spawner(name, class_name, rank, proc_mesh, creator)
+        self.on_failure: Callable[[MeshFailure], None]
+        self.owner_key = 0
+
+    @property
+    def member(self) -> str:
+        """As in reports: `module.Class name{'gpus': 1/2}`."""
+        place = str(self.rank) if len(self.rank) else ""
+        return f"{self.class_name} {self.name}{place}"
+
+    def supervise(self, failure: MeshFailure) -> None:
+        self.post_control(lambda: self.on_failure(failure))
+
+    def stop(self, reason: str | None = None) -> None:
+        self.request_stop(Down("stopped", reason or "stopped by itself"))
+
+    def abort(self, reason: str | None = None) -> None:
+        text = f"actor explicitly aborted due to: {reason or 'no reason provided'}"
+        pid, host = self.proc_runtime.whereabouts()
+        self.request_failure(Down("failed", text, pid, host))
+
+    def undeliverable(self, envelope: Any, down: Down) -> None:
+        self.post_control(lambda: self.on_undeliverable(envelope, down))
+
+    on_undeliverable: Callable[[Any, Down], None]
+
+
+@define(frozen=True)
+class Context:
+    """What `context()` gives.
+
+    Attributes:
+        actor_instance: the running actor, or the client outside any.
+        message_rank: where the receiver stands in the view that the message was sent to.
+    """
+
+    actor_instance: Spawner
+    message_rank: Point
+
+
+_context: contextvars.ContextVar[Context | None] = contextvars.ContextVar("monarch_context", default=None)
+_client: Context | None = None
+_client_lock = threading.RLock()
+
+
+def context() -> Context:
+    """The current context. On a thread without one, the client's, which the first call makes, once per process."""
+    found = _context.get()
+    if found is not None:
+        return found
+    return _client if _client is not None else _bootstrap()
+
+
+def _bootstrap() -> Context:
+    global _client
+    with _client_lock:
+        if _client is None:
+            from monarch.mesh import client
+
+            _client = client.make()
+        return _client
+
+
+def client_context() -> Context | None:
+    """The client's context, or None while nobody has asked for it."""
+    return _client
+
+
+def set_client_context(value: Context | None) -> None:
+    global _client
+    _client = value
+
+
+def current_rank() -> Point:
+    """Where the running actor stands in the view that the message was sent to; in `__init__`, in the mesh spawned."""
+    return context().message_rank
+
+
+def current_size() -> dict[str, int]:
+    """The sizes of that view, by label."""
+    return dict(context().message_rank.extent)
+
+
+def current_actor_name() -> str:
+    """Address of the running actor, as text."""
+    return str(context().actor_instance.actor_id)
+
+
+class _Forked(Spawner):
+    """What a fork of a process that uses monarch has instead of a client."""
+
+    def __init__(self) -> None:
+        pass
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("__"):
+            return object.__getattribute__(self, name)
+        raise RuntimeError(
+            "this process was forked (os.fork, or multiprocessing's fork method) from one that uses monarch; it has no "
+            "connections of its own. Use multiprocessing's spawn method, or spawn processes with monarch"
+        )
+
+
+def mark_forked() -> None:
+    """This process is a fork of one with a context: from now on, using one raises a RuntimeError that says so."""
+    set_client_context(Context(_Forked(), NOWHERE))
+    _context.set(None)

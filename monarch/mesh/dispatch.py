@@ -1,0 +1,361 @@
+"""What an actor does with a message: from the parts of a CALL to the user's method, and from its result to the reply.
+
+The `Behavior` of `core.instance` for actors of user classes. Errors sort themselves here: an `Exception` of an endpoint
+that somebody waits for goes to the caller and the actor lives on; everything else ends the actor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import functools
+import inspect
+import pickle
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from attrs import define
+
+from monarch.core import codec, exceptions
+from monarch.core.envelope import Envelope, Flag
+from monarch.core.ids import ActorId, PortId
+from monarch.core.loop import hidden_loop
+from monarch.core.monitor import Down
+from monarch.log import get_logger
+from monarch.mesh.actor import ActorClass, class_of
+from monarch.mesh.context import ActorInstance, Context, _context
+from monarch.mesh.endpoint import EndpointSpec
+from monarch.mesh.port import Port
+from monarch.mesh.shape import Extent, Point
+from monarch.supervision.failure import MeshFailure
+
+log = get_logger("monarch.actor")
+
+READY = "__ready__"
+"""Name of an endpoint that every actor has: it answers once the constructor is through."""
+
+
+@define(eq=False)
+class Waiting:
+    """A call that goes on as a task (see `core.instance.Work`)."""
+
+    coro: Coroutine[Any, Any, Down | None]
+    concurrent: bool
+
+
+class ActorBehavior:
+    """See the module. `body` is the encoded call `class(*args, **kwargs)`."""
+
+    def __init__(self, instance: ActorInstance, body: list[Any], release: Callable[[Down], None]) -> None:
+        self._instance = instance
+        self._body: list[Any] | None = body
+        self._release = release
+        self._class: ActorClass
+        self._actor: Any = None
+        self._described: dict[bytes, tuple[str, Extent, dict[str, Any] | None]] = {}
+        self._doing: dict[object, tuple[str, float]] = {}
+        self._owed: set[Envelope] = set()
+
+    # ---- birth
+
+    def construct(self) -> Down | None:
+        instance = self._instance
+        _context.set(Context(instance, instance.rank))
+        body, self._body = self._body, None
+        assert body is not None
+        token = object()
+        self._doing[token] = ("__init__", time.time())
+        try:
+            (cls, *args), kwargs = codec.decode(body)
+            self._class = class_of(cls)
+            make = functools.partial(cls, *args, **kwargs)
+            self._actor = make() if self._class.is_async else hidden_loop(make)
+        except BaseException as error:
+            return self._failed(f"{instance.class_name}.__init__() raised", error)
+        finally:
+            del self._doing[token]
+        return None
+
+    def _failed(self, what: str, error: BaseException) -> Down:
+        pid, host = self._instance.proc_runtime.whereabouts()
+        name, text = exceptions.type_name(error), exceptions.text_of(error)
+        if isinstance(error, SystemExit):
+            what = f"the actor exited with status {text or 0}: {what}"
+        formatted = exceptions.format_remote(error)
+        return Down("failed", f"{what} {name}: {text}", pid, host, error=f"{name}: {text}", traceback=formatted)
+
+    # ---- calls
+
+    def handle(self, envelope: Envelope) -> Waiting | Down | None:
+        try:
+            name, extent, extra = self._describe(bytes(envelope.parts[0]))
+            port = codec.decode(extra["reply"]) if extra is not None and "reply" in extra else self._port(envelope)
+        except Exception as error:
+            return self._reply_error(envelope, None, error)
+        context = Context(self._instance, Point(envelope.rank, extent))
+        _context.set(context)
+        if name == READY:
+            self._reply(envelope, port, None)
+            return None
+        try:
+            spec = self._spec(name, extra)
+            args, kwargs = codec.decode(envelope.parts[1:])
+            if spec.sends_itself:
+                args = (self._handed_out(envelope, port), *args)
+        except Exception as error:
+            return self._reply_error(envelope, port, error)
+        if spec.is_async:
+            return Waiting(self._run_async(envelope, spec, port, args, kwargs), spec.concurrent)
+        return self._run_sync(envelope, spec, port, args, kwargs)
+
+    def _handed_out(self, envelope: Envelope, port: Port[Any] | None) -> Port[Any]:
+        """The reply port of a method that replies itself. What it still owes when the actor ends, is refused then."""
+        if port is None:
+            return Port(None)
+        if envelope.reply_port:
+            self._owed.add(envelope)
+            port._on_use = lambda: self._owed.discard(envelope)
+        return port
+
+    def _describe(self, description: bytes) -> tuple[str, Extent, dict[str, Any] | None]:
+        found = self._described.get(description)
+        if found is None:
+            name, labels, sizes, extra = pickle.loads(description)
+            found = (name, Extent(labels, sizes), extra)
+            if len(self._described) < 1024 and (extra is None or "reply" not in extra):
+                self._described[description] = found
+        return found
+
+    def _spec(self, name: str, extra: dict[str, Any] | None) -> EndpointSpec:
+        if extra is not None and extra.get("plain"):
+            method = getattr(self._class.cls, name)
+            return EndpointSpec.make(name, method, extra["port"])
+        spec = self._class.endpoints.get(name)
+        if spec is None:
+            raise AttributeError(f"{self._class.name} has no endpoint {name!r}")
+        return spec
+
+    def _port(self, envelope: Envelope) -> Port[Any] | None:
+        """The reply port of a call, or None for a broadcast."""
+        if not envelope.reply_port:
+            return None
+        runtime = self._instance.proc_runtime
+        peer = runtime.gateway.peers.get(envelope.src_proc)
+        proc = runtime.proc_id if envelope.src_proc == runtime.key else peer.proc if peer is not None else None
+        assert proc is not None
+        port = PortId(ActorId(proc, envelope.src_actor), envelope.reply_port)
+        return Port(port, envelope.rank, self._instance)
+
+    def _run_sync(
+        self, envelope: Envelope, spec: EndpointSpec, port: Port[Any] | None, args: Any, kwargs: Any
+    ) -> Down | None:
+        self._doing[envelope] = (spec.name, time.time())
+        loop = asyncio._get_running_loop()
+        asyncio._set_running_loop(None)
+        try:
+            result = spec.method(self._actor, *args, **kwargs)
+        except Exception as error:
+            return self._endpoint_failed(envelope, spec, port, error)
+        except BaseException as error:
+            return self._failed(f"endpoint {spec.name} raised", error)
+        finally:
+            asyncio._set_running_loop(loop)
+            del self._doing[envelope]
+        if not spec.sends_itself:
+            return self._reply(envelope, port, result)
+        return None
+
+    async def _run_async(
+        self, envelope: Envelope, spec: EndpointSpec, port: Port[Any] | None, args: Any, kwargs: Any
+    ) -> Down | None:
+        self._doing[envelope] = (spec.name, time.time())
+        try:
+            result = await spec.method(self._actor, *args, **kwargs)
+        except Exception as error:
+            return self._endpoint_failed(envelope, spec, port, error)
+        except BaseException as error:
+            if isinstance(error, asyncio.CancelledError) and self._instance.down is not None:
+                raise  # the actor is ending
+            if spec.concurrent and port is not None and not spec.sends_itself:
+                wrapped = RuntimeError(f"the endpoint failed with a BaseException: {exceptions.type_name(error)}")
+                wrapped.__cause__ = error
+                return self._reply_error(envelope, port, wrapped)
+            return self._broken(envelope, spec, error)
+        finally:
+            del self._doing[envelope]
+        if not spec.sends_itself:
+            return self._reply(envelope, port, result)
+        return None
+
+    def _broken(self, envelope: Envelope, spec: EndpointSpec, error: BaseException) -> Down:
+        down = self._failed(f"endpoint {spec.name} raised", error)
+        self.abandon(envelope, down)
+        return down
+
+    def _endpoint_failed(
+        self, envelope: Envelope, spec: EndpointSpec, port: Port[Any] | None, error: Exception
+    ) -> Down | None:
+        if isinstance(error, StopIteration):
+            wrapped = RuntimeError(f"endpoint {spec.name} raised StopIteration")
+            wrapped.__cause__ = error
+            error = wrapped
+        if port is None or spec.sends_itself:
+            return self._broken(envelope, spec, error)
+        return self._reply_error(envelope, port, error)
+
+    # ---- replies
+
+    def _reply(self, envelope: Envelope, port: Port[Any] | None, result: Any) -> Down | None:
+        if port is None:
+            return None
+        try:
+            parts = codec.encode(result)
+        except Exception as error:
+            wrapped = TypeError(f"the result of type {type(result).__qualname__} cannot be sent: {error}")
+            wrapped.__cause__ = error
+            return self._reply_error(envelope, port, wrapped)
+        if envelope.reply_port:
+            self._instance.proc_runtime.send(envelope.reply(parts), None)
+        else:
+            port._send(parts, Flag(0))
+        return None
+
+    def _reply_error(self, envelope: Envelope, port: Port[Any] | None, error: Exception) -> Down | None:
+        parts = exceptions.encode_exception(error)
+        if envelope.reply_port:
+            self._instance.proc_runtime.send(envelope.reply(parts, Flag.ERROR), None)
+        elif port is not None:
+            port._send(parts, Flag.ERROR)
+        else:
+            return self._failed("a message could not be read:", error)
+        return None
+
+    def abandon(self, envelope: Envelope, down: Down) -> None:
+        self._instance.proc_runtime.bounce(envelope, down)
+
+    # ---- supervision, undeliverable messages
+
+    def supervise(self, failure: MeshFailure) -> None:
+        """Something this actor owns has failed. On the actor's thread, between messages or while an endpoint waits."""
+        if self._instance.down is not None:
+            return
+        handler = getattr(self._actor, "__supervise__", None)
+        if handler is None:
+            self._unhandled(failure, None)
+            return
+        _context.set(Context(self._instance, self._instance.rank))
+        try:
+            if inspect.iscoroutinefunction(handler):
+                coro = self._supervise_async(handler, failure)
+                self._instance._loop.start_now(coro, contextvars.copy_context())
+                return
+            handled = hidden_loop(lambda: handler(failure))
+        except BaseException as error:
+            self._unhandled(failure, error)
+            return
+        if not handled:
+            self._unhandled(failure, None)
+
+    async def _supervise_async(self, handler: Callable[[MeshFailure], Any], failure: MeshFailure) -> None:
+        try:
+            handled = await handler(failure)
+        except BaseException as error:
+            self._unhandled(failure, error)
+            return
+        if not handled:
+            self._unhandled(failure, None)
+
+    def _unhandled(self, failure: MeshFailure, error: BaseException | None) -> None:
+        member = self._instance.member
+        if error is not None:
+            down = self._failed(f"{member}: __supervise__ raised", error)
+        else:
+            pid, host = self._instance.proc_runtime.whereabouts()
+            text = f"{member} did not handle a supervision event from its child {failure.member}"
+            down = Down("failed", text, pid, host)
+        self._instance._end(down.because(_child_down(failure)))
+
+    def undeliverable(self, envelope: Envelope, down: Down) -> None:
+        message = Undeliverable(
+            str(self._instance.actor_id), f"{envelope.dst_actor:x}", f"undeliverable message: {down}"
+        )
+        try:
+            handled = self._actor is not None and self._actor._handle_undeliverable_message(message)
+        except Exception:
+            log.exception("undeliverable.handler_failed", actor=self._instance.member)
+            handled = False
+        if not handled:
+            log.warning("message.undeliverable", sender=self._instance.member, reason=str(down))
+
+    # ---- the end
+
+    def release(self, down: Down) -> None:
+        for envelope in list(self._owed):
+            self.abandon(envelope, down)
+        self._release(down)
+
+    def cleanup(self, down: Down) -> Coroutine[Any, Any, Down | None] | Down | None:
+        if self._actor is None:
+            return None
+        handler = getattr(self._actor, "__cleanup__", None)
+        if handler is None:
+            return None
+        _context.set(Context(self._instance, self._instance.rank))
+        reason = None if down.stopped else Exception(str(down))
+        if inspect.iscoroutinefunction(handler):
+            return self._cleanup_async(handler, reason)
+        try:
+            hidden_loop(lambda: handler(reason))
+        except BaseException as error:
+            return self._failed(f"{self._instance.member}: __cleanup__ raised", error)
+        return None
+
+    async def _cleanup_async(self, handler: Callable[[Exception | None], Any], reason: Exception | None) -> Down | None:
+        try:
+            await handler(reason)
+        except Exception as error:
+            return self._failed(f"{self._instance.member}: __cleanup__ raised", error)
+        return None
+
+    def doing(self) -> tuple[str, float] | None:
+        return next(iter(self._doing.values()), None)
+
+
+def _child_down(failure: MeshFailure) -> Down:
+    down = failure.down
+    return Down(
+        down.kind,
+        f"{failure.member}: {down.reason}",
+        down.pid,
+        down.host,
+        down.code,
+        down.signal,
+        down.error,
+        down.traceback,
+        down.cause,
+    )
+
+
+@define(frozen=True)
+class Undeliverable:
+    """A message that came back, as `_handle_undeliverable_message` sees it."""
+
+    _sender: str
+    _dest: str
+    _error: str
+
+    def sender(self) -> str:
+        return self._sender
+
+    def dest(self) -> str:
+        return self._dest
+
+    def error_msg(self) -> str:
+        return self._error
+
+
+async def settle_result(function: Callable[[], Any]) -> Any:
+    """Call `function` and await what it returns if that can be awaited; a plain function may block."""
+    result = hidden_loop(function) if not inspect.iscoroutinefunction(function) else function()
+    return await result if inspect.isawaitable(result) else result

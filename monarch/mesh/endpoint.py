@@ -1,0 +1,390 @@
+"""Endpoints: methods that others may call, and the adverbs that say how the replies come back.
+
+`@endpoint` makes a method an `EndpointProperty` of its class. On a mesh, the attribute of that name is an `Endpoint`, whose
+adverbs bind the arguments to the method's signature here, at the caller (a mistake is a TypeError at the call), encode
+them once, and send one message to each member of the view.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import random
+import types
+from collections.abc import Callable, Coroutine, Iterator
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, Protocol, TypeVar, overload
+
+from attrs import define
+
+from monarch.core import codec
+from monarch.core.future import Future
+from monarch.mesh.context import context
+from monarch.mesh.port import MeshReply, OneReply, Port, StreamReply
+from monarch.mesh.value_mesh import ValueMesh
+
+if TYPE_CHECKING:
+    from monarch.mesh.actor_mesh import ActorMesh
+
+P = ParamSpec("P")
+R = TypeVar("R")
+A = TypeVar("A")
+
+Propagator = Callable[..., Any] | Literal["cached", "inspect", "mocked"] | None
+
+
+class EndpointProperty(Generic[P, R]):
+    """A decorated method. On the class it is itself; on an instance the plain method; on a mesh see `Endpoint`."""
+
+    def __init__(
+        self,
+        method: Callable[..., Any],
+        propagate: Propagator = None,
+        explicit_response_port: bool = False,
+        instrument: bool = True,
+        concurrent: bool = False,
+    ) -> None:
+        if not callable(method):
+            raise TypeError(f"@endpoint decorates methods, not {method!r}")
+        if inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method):
+            raise TypeError(
+                f"endpoint {method.__qualname__} is a generator; send its items to a Port given as an argument, "
+                "or return a list"
+            )
+        self._method = method
+        self._propagator = propagate
+        self._explicit_response_port = explicit_response_port or concurrent
+        self._sends_itself = explicit_response_port
+        self._instrument = instrument
+        self._concurrent = concurrent
+        self.__name__ = getattr(method, "__name__", "endpoint")
+        self.__doc__ = method.__doc__
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> EndpointProperty[P, R]: ...
+    @overload
+    def __get__(self, instance: object, owner: type) -> Endpoint[P, R]: ...
+    def __get__(self, instance: object | None, owner: type) -> Any:
+        # On an instance it is the method itself, so that `self.step()` and `super().step()` work in the actor.
+        return self if instance is None else types.MethodType(self._method, instance)
+
+
+class _Decorator(Protocol):
+    @overload
+    def __call__(self, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]], /) -> EndpointProperty[P, R]: ...
+    @overload
+    def __call__(self, method: Callable[Concatenate[Any, P], R], /) -> EndpointProperty[P, R]: ...
+
+
+class _PortDecorator(Protocol):
+    def __call__(self, method: Callable[Concatenate[Any, Port[R], P], Any], /) -> EndpointProperty[P, R]: ...
+
+
+@overload
+def endpoint(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]], /) -> EndpointProperty[P, R]: ...
+@overload
+def endpoint(method: Callable[Concatenate[Any, P], R], /) -> EndpointProperty[P, R]: ...
+@overload
+def endpoint(
+    *, propagate: Propagator = None, explicit_response_port: Literal[False] = False, instrument: bool = True
+) -> _Decorator: ...
+@overload
+def endpoint(
+    *, propagate: Propagator = None, explicit_response_port: Literal[True], instrument: bool = True
+) -> _PortDecorator: ...
+def endpoint(
+    method: Callable[..., Any] | None = None,
+    *,
+    propagate: Propagator = None,
+    explicit_response_port: bool = False,
+    instrument: bool = True,
+) -> Any:
+    """Make a method callable by others.
+
+    Args:
+        propagate: how `rref` works out the shape of the result: a callable, "cached", "inspect" or "mocked".
+        explicit_response_port: the method gets the reply `Port` first, and must send to it exactly once, now or later.
+        instrument: whether a tracing span is made for it.
+    """
+
+    def decorate(method: Callable[..., Any]) -> EndpointProperty[Any, Any]:
+        return EndpointProperty(method, propagate, explicit_response_port, instrument)
+
+    return decorate if method is None else decorate(method)
+
+
+@overload
+def concurrent_endpoint(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]], /) -> EndpointProperty[P, R]: ...
+@overload
+def concurrent_endpoint(
+    *, propagate: Propagator = None, explicit_response_port: Literal[False] = False, instrument: bool = True
+) -> _Decorator: ...
+@overload
+def concurrent_endpoint(
+    *, propagate: Propagator = None, explicit_response_port: Literal[True], instrument: bool = True
+) -> _PortDecorator: ...
+def concurrent_endpoint(
+    method: Callable[..., Any] | None = None,
+    *,
+    propagate: Propagator = None,
+    explicit_response_port: bool = False,
+    instrument: bool = True,
+) -> Any:
+    """As `endpoint`, for `async def` methods: each message becomes its own task, and the next is taken at once.
+
+    Raises:
+        ValueError: the method is not `async def`, or is an endpoint already.
+    """
+
+    def decorate(method: Callable[..., Any]) -> EndpointProperty[Any, Any]:
+        if isinstance(method, EndpointProperty):
+            raise ValueError("@concurrent_endpoint does not wrap @endpoint: use one of them")
+        if not inspect.iscoroutinefunction(method):
+            raise ValueError(f"@concurrent_endpoint can only wrap async endpoints, and {method!r} is not `async def`")
+        return EndpointProperty(method, propagate, explicit_response_port, instrument, concurrent=True)
+
+    return decorate if method is None else decorate(method)
+
+
+@define(frozen=True)
+class EndpointSpec:
+    """What a caller and the dispatcher must know of an endpoint."""
+
+    name: str
+    method: Callable[..., Any]
+    sends_itself: bool  # the method gets the reply port
+    concurrent: bool
+    propagator: Propagator
+    is_async: bool
+    signature: inspect.Signature
+    fewest: int  # positional arguments that always fit, where `simple`
+    most: int
+    simple: bool
+
+    @classmethod
+    def of(cls, name: str, prop: EndpointProperty[Any, Any]) -> EndpointSpec:
+        return cls.make(name, prop._method, prop._sends_itself, prop._concurrent, prop._propagator)
+
+    @classmethod
+    def make(
+        cls,
+        name: str,
+        method: Callable[..., Any],
+        sends_itself: bool = False,
+        concurrent: bool = False,
+        propagator: Propagator = None,
+    ) -> EndpointSpec:
+        signature = inspect.signature(method)
+        parameters = list(signature.parameters.values())
+        hidden = 2 if sends_itself else 1
+        visible = parameters[hidden:]
+        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        simple = len(parameters) >= hidden and all(p.kind in positional for p in visible)
+        fewest = sum(p.default is p.empty for p in visible)
+        return cls(
+            name,
+            method,
+            sends_itself,
+            concurrent,
+            propagator,
+            inspect.iscoroutinefunction(method),
+            signature,
+            fewest,
+            len(visible),
+            simple,
+        )
+
+    def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raises: TypeError when the method cannot be called with these."""
+        if self.simple and not kwargs and self.fewest <= len(args) <= self.most:
+            return
+        hidden = (None, None) if self.sends_itself else (None,)
+        try:
+            self.signature.bind(*hidden, *args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{self.method.__qualname__}(): {error}") from None
+
+
+def describe_call(name: str, labels: tuple[str, ...], sizes: tuple[int, ...], extra: Any = None) -> bytes:
+    """The first part of a CALL message: which method, and the extent of the view that was called."""
+    return pickle.dumps((name, labels, sizes, extra), 5)
+
+
+class Endpoint(Generic[P, R]):
+    """An endpoint of a mesh. One message goes to every member of the view (with `choose` to one).
+
+    A TypeError at the call says that the arguments do not fit the method; a pickling error is raised unchanged.
+    """
+
+    __slots__ = ("_description", "_mesh", "_plain", "_spec")
+
+    def __init__(self, mesh: ActorMesh[Any], spec: EndpointSpec, plain: bool = False) -> None:
+        self._mesh = mesh
+        self._spec = spec
+        self._plain = plain  # an undecorated method, by `as_endpoint`
+        extent = mesh._region.extent
+        extra = {"plain": True, "port": spec.sends_itself} if plain else None
+        self._description = describe_call(spec.name, extent._labels, extent._sizes, extra)
+
+    def _encode(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        self._spec.check(args, kwargs)
+        return [self._description, *codec.encode_call(args, kwargs)]
+
+    def call(self, *args: P.args, **kwargs: P.kwargs) -> Future[ValueMesh[R]]:
+        """Call all members; the result has the view's shape.
+
+        Resolves when all have replied; if any replied with an exception, raises that of the lowest-numbered one, as
+        ActorError. A member that is gone fails it at once, with SupervisionError.
+        """
+        parts = self._encode(args, kwargs)
+        mesh = self._mesh
+        reply: MeshReply[R] = MeshReply(context().actor_instance.proc_runtime, mesh._members(self._spec.name))
+        mesh._cast(parts, reply.number)
+        return reply.future
+
+    def call_one(self, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
+        """Call the only member.
+
+        Raises:
+            ValueError: the view has not exactly one member.
+        """
+        mesh = self._mesh
+        if mesh._region._slice._len != 1:
+            raise ValueError(
+                f"call_one of {self._spec.name!r} requires exactly 1 actor, but mesh has {mesh._region._slice._len}; "
+                "take a slice, or use call()"
+            )
+        parts = self._encode(args, kwargs)
+        reply: OneReply[R] = OneReply(context().actor_instance.proc_runtime, mesh._members(self._spec.name))
+        mesh._cast(parts, reply.number)
+        return reply.future
+
+    def choose(self, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
+        """Call one member, drawn at random for each call."""
+        mesh = self._mesh
+        rank = _drawn(mesh, self._spec.name)
+        parts = self._encode(args, kwargs)
+        reply: OneReply[R] = OneReply(context().actor_instance.proc_runtime, mesh._members(self._spec.name), rank)
+        mesh._send_one(parts, reply.number, rank)
+        return reply.future
+
+    def stream(self, *args: P.args, **kwargs: P.kwargs) -> Iterator[Future[R]]:
+        """Call all members, at once; the i-th future of the iterator is the i-th reply to arrive."""
+        parts = self._encode(args, kwargs)
+        mesh = self._mesh
+        reply: StreamReply[R] = StreamReply(context().actor_instance.proc_runtime, mesh._members(self._spec.name))
+        mesh._cast(parts, reply.number)
+        return iter(reply.futures)
+
+    def broadcast(self, *args: P.args, **kwargs: P.kwargs) -> None:
+        """Send to all members, and expect no reply: an exception in the endpoint ends the actor, and its owner hears."""
+        self._mesh._cast(self._encode(args, kwargs), 0)
+
+    def rref(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call with distributed tensors, and get distributed tensors."""
+        raise NotImplementedError("rref needs distributed tensors, which are planned; this version has none")
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        name = self._spec.name
+        raise TypeError(f"an endpoint is called by an adverb: {name}.call(...), .call_one(...), .broadcast(...), ...")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._plain:
+            return _plain_endpoint, (self._mesh, self._spec.name, self._spec.sends_itself)
+        return getattr, (self._mesh, self._spec.name)
+
+    def __repr__(self) -> str:
+        return f"<Endpoint {self._spec.name} of {self._mesh!r}>"
+
+
+def _drawn(mesh: ActorMesh[Any], name: str) -> int:
+    size = mesh._region._slice._len
+    if not size:
+        raise ValueError(f"choose of {name!r} needs an actor, and the mesh is empty")
+    return random.randrange(size)
+
+
+class PlainMethod:
+    """An undecorated method, as an attribute of a mesh: only good for `as_endpoint`."""
+
+    def __init__(self, mesh: ActorMesh[Any], name: str, method: Callable[..., Any]) -> None:
+        self._mesh, self._name, self._method = mesh, name, method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(
+            f"method {self._name!r} of {self._mesh._class_name} is no endpoint: decorate it with @endpoint, "
+            f"or wrap it: as_endpoint(mesh.{self._name})"
+        )
+
+
+def as_endpoint(
+    method: Callable[P, R], *, propagate: Propagator = None, explicit_response_port: bool = False
+) -> Endpoint[P, R]:
+    """An endpoint out of an undecorated method of a spawned mesh: `as_endpoint(mesh.method).call(...)`.
+
+    Raises:
+        ValueError: it is no such method.
+    """
+    if not isinstance(method, PlainMethod):
+        raise ValueError(f"expected an method of a spawned actor, not {method!r}")
+    spec = EndpointSpec.make(method._name, method._method, explicit_response_port, False, propagate)
+    return Endpoint(method._mesh, spec, plain=True)
+
+
+def _plain_endpoint(mesh: ActorMesh[Any], name: str, sends_itself: bool) -> Endpoint[Any, Any]:
+    return as_endpoint(getattr(mesh, name), explicit_response_port=sends_itself)
+
+
+def send(
+    endpoint: Endpoint[P, R],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    port: Port[R] | None = None,
+    selection: str = "all",
+) -> None:
+    """Call with a reply port of one's own: every member (selection "all") or one at random ("choose") replies to it.
+
+    Raises:
+        ValueError: another selection.
+    """
+    if selection not in ("all", "choose"):
+        raise ValueError(f"Invalid selection {selection!r}: it can be 'all' or 'choose'")
+    mesh, spec = endpoint._mesh, endpoint._spec
+    parts = endpoint._encode(args, kwargs)
+    if port is not None:
+        extent = mesh._region.extent
+        extra = {"plain": endpoint._plain, "port": spec.sends_itself, "reply": codec.encode(port)}
+        parts[0] = describe_call(spec.name, extent._labels, extent._sizes, extra)
+    if selection == "all":
+        mesh._cast(parts, 0)
+    else:
+        mesh._send_one(parts, 0, _drawn(mesh, spec.name))
+
+
+class Accumulator(Generic[A, R]):
+    """Folds the replies of a mesh in the order in which they arrive.
+
+    Args:
+        endpoint: of the mesh to call.
+        identity: what the fold starts from, and the result for an empty mesh.
+        combine: `combine(so_far, reply) -> so_far`.
+    """
+
+    def __init__(self, endpoint: Endpoint[..., R], identity: A, combine: Callable[[A, R], A]) -> None:
+        self._endpoint, self._identity, self._combine = endpoint, identity, combine
+
+    def accumulate(self, *args: Any, **kwargs: Any) -> Future[A]:
+        """Call all members, and fold their replies."""
+        futures = list(self._endpoint.stream(*args, **kwargs))
+        result: Future[A] = Future._pending(context().actor_instance.proc_runtime.driver)
+
+        def fold() -> A:
+            value = self._identity
+            for future in futures:
+                value = self._combine(value, future.get())
+            return value
+
+        if futures:
+            futures[-1]._on_done(lambda: result._complete(fold))
+        else:
+            result._complete(fold)
+        return result

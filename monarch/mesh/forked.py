@@ -1,0 +1,197 @@
+"""What a process does between its fork from the template and its first line of other code.
+
+It starts as a copy of the template, with all signals blocked, and must keep nothing of it but the imported modules: no
+descriptor, no signal handler, no state of random generators, no environment. What it becomes is in the memory file of
+its request, which it reads here. Then it either execs its command, or returns its `Job`, and the interpreter runs that
+after the template's frames have been left (`template.main`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from attrs import define
+
+from monarch.core import linux
+from monarch.mesh.bootstrap import FD_VARIABLE, Job
+from monarch.mesh.wire import Message, explain, memory_file
+
+
+@define(frozen=True)
+class Birth:
+    """What a child needs to know of the template and of its request.
+
+    Attributes:
+        template: pid of the parent that must be alive.
+        memory: file with the facts that all processes of the request share (`common` bytes), and, from `at` on, `facts`
+            bytes about this one and `payload` bytes for its entry.
+        directory: descriptor of the working directory.
+        reports: pipe on which to say why it does not come up.
+        library_fds: descriptors that belong to imported libraries and stay open.
+        set_threads: re-applies thread counts (`thread_setter`).
+    """
+
+    template: int
+    memory: int
+    directory: int
+    stdout: int
+    stderr: int
+    reports: int
+    library_fds: frozenset[int]
+    common: int
+    at: int
+    facts: int
+    payload: int
+    set_threads: Callable[[dict[str, str]], None]
+
+
+def become(birth: Birth) -> Job:
+    """Turn this fresh copy of the template into the process that was asked for; never raises, never returns when it
+    cannot or when the process execs."""
+    try:
+        return _become(birth)
+    except BaseException as e:
+        _say(birth, explain(e, "cannot prepare the process") if isinstance(e, OSError) else repr(e))
+        os._exit(127)
+
+
+def _become(birth: Birth) -> Job:
+    linux.set_parent_death_signal(signal.SIGKILL)
+    if os.getppid() != birth.template:
+        os._exit(1)
+    linux.set_child_subreaper()
+    with contextlib.suppress(OSError):
+        os.setpgid(0, 0)
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.dup2(birth.stdout, 1)
+    os.dup2(birth.stderr, 2)
+    common: Message = json.loads(_read_at(birth.memory, 0, birth.common))
+    facts: Message = json.loads(_read_at(birth.memory, birth.at, birth.facts))
+    payload = _read_at(birth.memory, birth.at + birth.facts, birth.payload)
+    try:
+        os.fchdir(birth.directory)
+    except OSError as e:
+        raise OSError(e.errno, f"cannot change to the directory of the spawner: {e.strerror}") from None
+    env: dict[str, str] = facts["env"]
+    python_path = env.get("PYTHONPATH")
+    job = Job(facts["name"], facts["entry"], payload, common["path"], common["argv"], python_path)
+    close_all_but({*birth.library_fds, birth.reports})
+    os.umask(common["umask"])
+    if facts["command"] is not None:
+        _exec(birth, job, facts["command"], env, common["limits"])
+    _set_environment(env)
+    _set_limits(common["limits"])
+    for name in [n for n in vars(sys.modules["__main__"]) if not n.startswith("__")]:
+        delattr(sys.modules["__main__"], name)
+    _reseed(birth, env)
+    gc.enable()  # what the template made stays frozen: collections neither visit nor unshare it
+    os.close(birth.reports)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    return job
+
+
+def _reseed(birth: Birth, env: dict[str, str]) -> None:
+    """Give this copy of the template its own state where libraries keep one from their import. (`random` seeds
+    itself after a fork; torch starts from a fixed seed in every process.)"""
+    time.tzset()
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+    birth.set_threads(env)
+
+
+def _exec(birth: Birth, job: Job, command: list[Any], env: dict[str, str], limits: list[list[int]]) -> None:
+    program, arg0, args = command
+    memory = memory_file(job.encode())
+    os.set_inheritable(memory, True)
+    env[FD_VARIABLE] = str(memory)
+    root = Path(__file__).parents[2]
+    if root.name not in ("site-packages", "dist-packages"):  # a checkout: the interpreter would not find us there
+        env["PYTHONPATH"] = os.pathsep.join([str(root), *filter(None, [job.python_path])])
+    _set_limits(limits)
+    for signum in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):  # Python changes these three at its start
+        signal.signal(signum, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    try:
+        os.execvpe(program, [arg0 or program, *args], env)
+    except OSError as e:
+        _say(birth, explain(OSError(e.errno, e.strerror, program), f"cannot execute {program}"))
+        os._exit(127)
+
+
+def _say(birth: Birth, text: str) -> None:
+    """Tell the template why this process does not come up. One write, so that it arrives in one piece."""
+    os.write(birth.reports, json.dumps([os.getpid(), text[:500]]).encode() + b"\n")
+
+
+def _read_at(fd: int, at: int, size: int) -> bytes:
+    parts = bytearray()
+    while len(parts) < size:
+        part = os.pread(fd, size - len(parts), at + len(parts))
+        if not part:
+            raise OSError(errno.EIO, "the launch request is cut short")
+        parts += part
+    return bytes(parts)
+
+
+def close_all_but(keep: Iterable[int]) -> None:
+    """Close every descriptor above the standard three that is not in `keep`."""
+    first = 3
+    for fd in sorted(keep):
+        os.closerange(first, fd)
+        first = fd + 1
+    os.closerange(first, os.sysconf("SC_OPEN_MAX"))
+
+
+def _set_environment(env: dict[str, str]) -> None:
+    for name in [n for n in os.environ if n not in env]:
+        del os.environ[name]
+    for name, text in env.items():
+        if os.environ.get(name) != text:
+            os.environ[name] = text
+
+
+def _set_limits(limits: list[list[int]]) -> None:
+    for number, soft, hard in limits:
+        if resource.getrlimit(number) != (soft, hard):
+            with contextlib.suppress(OSError, ValueError):  # a hard limit that was lowered cannot be raised again
+                resource.setrlimit(number, (soft, hard))
+
+
+def thread_setter() -> Callable[[dict[str, str]], None]:
+    """How a child re-applies thread counts that libraries have read at their import, here, with other variables."""
+    import ctypes
+
+    setters: list[Any] = []
+    with contextlib.suppress(OSError):
+        maps = Path("/proc/self/maps").read_text().split()
+        for path in {p for p in maps if p.startswith("/") and "openblas" in p}:
+            library = ctypes.CDLL(path)
+            for name in ("openblas_set_num_threads", "openblas_set_num_threads64_"):
+                setter = getattr(library, name, None) or getattr(library, f"scipy_{name}", None)
+                if setter is not None:
+                    setters.append(setter)
+    before = os.environ.get("OMP_NUM_THREADS")
+
+    def apply(env: dict[str, str]) -> None:
+        wanted = env.get("OPENBLAS_NUM_THREADS") or env.get("OMP_NUM_THREADS") or ""
+        count = int(wanted) if wanted.isdecimal() else len(os.sched_getaffinity(0)) if linux.LINUX else 1
+        if count > 1:
+            for setter in setters:
+                setter(count)
+        of_torch = env.get("OMP_NUM_THREADS", "")
+        if "torch" in sys.modules and of_torch != before and of_torch.isdecimal():
+            sys.modules["torch"].set_num_threads(int(of_torch))
+
+    return apply

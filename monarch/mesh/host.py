@@ -1,0 +1,279 @@
+"""The agent of a host: launches its processes, watches them, and ends them.
+
+It lives in the gateway's process of the host (for a single machine: the client's), so that requests to it are messages
+like any other. It knows of each process who owns it, and reports its end, with the evidence, to the gateway here and to
+the owner's process; everybody else asks (`Proc._locate`).
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from attrs import define, evolve, field
+
+from monarch.core import settings
+from monarch.core.envelope import Envelope
+from monarch.core.gateway import State
+from monarch.core.ids import ActorId, ProcId
+from monarch.core.monitor import Down
+from monarch.log import get_logger
+from monarch.mesh.agent import MeshProc
+from monarch.mesh.bootstrap import BootstrapCommand
+from monarch.mesh.launcher import Exit, Launcher, LaunchSpec
+
+log = get_logger("monarch.host")
+
+_ORPHAN_GRACE_S = 1.0
+
+
+@define(frozen=True)
+class LaunchRequest:
+    """One process to start, as its creator asks for it.
+
+    Attributes:
+        proc: its name, which the creator has chosen.
+        title: for people.
+        env: variables on top of the host's environment.
+        command: exec this; None forks the template.
+        gated: it makes no actors before its bootstrap function is through.
+    """
+
+    proc: ProcId
+    title: str
+    env: Mapping[str, str] = field(factory=dict)
+    command: BootstrapCommand | None = None
+    gated: bool = False
+
+
+@define(frozen=True)
+class Boot:
+    """What a new process is told, by descriptor."""
+
+    proc: ProcId
+    root: ProcId
+    scheme: str
+    listen: str
+    secret: bytes = field(repr=False)
+    config: dict[str, Any] = field(factory=dict)
+    gated: bool = False
+
+    def encode(self) -> bytes:
+        return pickle.dumps(self, 5)
+
+
+class Running(Protocol):
+    """A process that was started."""
+
+    pid: int | None
+
+    def kill(self, signum: int) -> None: ...
+
+
+class Starter(Protocol):
+    """How processes are started: real ones by a `Launcher`, or as threads of this one."""
+
+    def start(self, requests: list[LaunchRequest], boots: list[Boot], on_exit: list[Callable[[Exit], None]]) -> Any: ...
+
+    def close(self, timeout_s: float) -> None: ...
+
+
+class ProcessStarter:
+    """Real processes."""
+
+    def __init__(self, runtime: MeshProc) -> None:
+        self.launcher = Launcher(preload=_PRELOAD)
+        runtime.gateway.add_pollable(self.launcher.fileno(), self.launcher.pump)
+
+    def start(self, requests: list[LaunchRequest], boots: list[Boot], on_exit: list[Callable[[Exit], None]]) -> Any:
+        specs = [
+            LaunchSpec(
+                request.title,
+                "monarch.mesh.child:main",
+                boot.encode(),
+                {**os.environ, **request.env},
+                request.command,
+            )
+            for request, boot in zip(requests, boots, strict=True)
+        ]
+        return self.launcher.launch_all(specs, on_exit)
+
+    def close(self, timeout_s: float) -> None:
+        self.launcher.close(timeout_s)
+
+
+_PRELOAD = ("asyncio", "attrs", "cloudpickle", "faulthandler", "socket", "monarch.mesh.child")
+
+
+@define(eq=False)
+class _Launched:
+    request: LaunchRequest
+    owner: ActorId
+    running: Running | None = None
+    stopping: str | None = None
+    down: Down | None = None
+
+
+class HostAgent:
+    """See the module."""
+
+    def __init__(self, runtime: MeshProc, starter: Starter, listen: str) -> None:
+        self._runtime = runtime
+        self._starter = starter
+        self._listen = listen
+        self._lock = threading.Lock()
+        self._procs: dict[int, _Launched] = {}
+        self._on_down: dict[int, list[Callable[[], None]]] = {}
+        runtime.handlers["launch"] = self._on_launch
+        runtime.handlers["await_up"] = self._on_await_up
+        runtime.handlers["stop_procs"] = self._on_stop_procs
+        runtime.on_proc_gone.append(self._on_owner_gone)
+
+    def _on_launch(self, envelope: Envelope, owner: ActorId, requests: list[LaunchRequest]) -> None:
+        self.launch(owner, requests)
+
+    def launch(self, owner: ActorId, requests: list[LaunchRequest]) -> None:
+        """Start processes; returns at once. What goes wrong shows as the end of the process."""
+        runtime = self._runtime
+        config = settings.export()
+        boots, on_exit = [], []
+        launched = []
+        for request in requests:
+            proc = evolve(request.proc, keeper=runtime.proc_id)
+            runtime.gateway.peer(proc)
+            each = _Launched(request, owner)
+            self._procs[proc.key] = each
+            launched.append(each)
+            scheme = runtime.gateway.transport.scheme
+            boots.append(Boot(proc, runtime.root, scheme, self._listen, runtime.secret, config, request.gated))
+            on_exit.append(lambda exit, proc=proc, each=each: self._exited(proc, each, exit))
+        children = self._starter.start(requests, boots, on_exit)
+        limit_s = settings.get("mesh_proc_spawn_max_idle")
+        for each, child in zip(launched, children, strict=True):
+            each.running = child
+        runtime.gateway.call_later(limit_s, lambda: self._end_the_silent(launched, limit_s))
+
+    def _end_the_silent(self, launched: list[_Launched], limit_s: float) -> None:
+        for each in launched:
+            peer = self._runtime.gateway.peers.get(each.request.proc.key)
+            if peer is not None and peer.state is State.NEW and each.down is None:
+                log.error("proc.silent", proc=each.request.title, limit_s=limit_s)
+                each.down = Down("unreachable", f"process {each.request.title} did not come up within {limit_s:g} s")
+                if each.running is not None:
+                    each.running.kill(9)
+
+    def _exited(self, proc: ProcId, launched: _Launched, exit: Exit) -> None:
+        down = launched.down
+        if launched.stopping is not None:
+            down = Down("stopped", launched.stopping, exit.pid or 0, socket.gethostname(), exit.code, exit.signal)
+        elif down is None:
+            kind = "killed" if exit.signal is not None else "exited"
+            colon = " failed:" if exit.signal is not None or exit.error is not None else ""
+            text = f"the process this actor was running on{colon} {exit.describe()}"
+            down = Down(kind, text, exit.pid or 0, socket.gethostname(), exit.code, exit.signal)
+        launched.down = down
+        runtime = self._runtime
+        runtime.gateway.declare_gone(proc, down)
+        if launched.owner.proc.key != runtime.key:
+            runtime.tell(launched.owner.proc, "proc_gone", proc, down)
+        with self._lock:
+            self._procs.pop(proc.key, None)
+            waiting = self._on_down.pop(proc.key, [])
+        for notify in waiting:
+            notify()
+
+    # ---- waiting and stopping
+
+    def _on_await_up(self, envelope: Envelope, keys: list[int]) -> None:
+        """Answer ("up",) when all of them are, or ("down", reason) when one is gone."""
+        left = set(keys)
+        runtime = self._runtime
+        answered = [False]
+
+        def settled(key: int) -> None:
+            peer = runtime.gateway.peers[key]
+            left.discard(key)
+            if answered[0]:
+                return
+            if peer.down is not None:
+                answered[0] = True
+                runtime.answer(envelope, "down", str(peer.down))
+            elif not left:
+                answered[0] = True
+                runtime.answer(envelope, "up")
+
+        for key in keys:
+            if key == runtime.key:
+                left.discard(key)
+                continue
+            peer = runtime.gateway.peers.get(key)
+            if peer is None:
+                answered[0] = True
+                runtime.answer(envelope, "down", "its host does not know this process")
+                return
+            runtime.gateway.when_settled(peer, lambda key=key: settled(key))
+        if not left and not answered[0]:
+            answered[0] = True
+            runtime.answer(envelope, "up")
+
+    def _on_stop_procs(self, envelope: Envelope, keys: list[int], reason: str) -> None:
+        self.stop(keys, reason, settings.get("process_exit_timeout"), lambda: self._runtime.answer(envelope, "stopped"))
+
+    def stop(self, keys: list[int], reason: str, grace_s: float, then: Callable[[], None]) -> None:
+        """Ask processes to end, insist after `grace_s`, and call `then` when all are gone. Does not block."""
+        left = set()
+        lock = threading.Lock()
+
+        def one_down(key: int) -> None:
+            with lock:
+                left.discard(key)
+                over = not left
+            if over:
+                then()
+
+        stopping: list[_Launched] = []
+        with self._lock:
+            for key in keys:
+                launched = self._procs.get(key)
+                if launched is not None:
+                    left.add(key)
+                    stopping.append(launched)
+                    self._on_down.setdefault(key, []).append(lambda key=key: one_down(key))
+        if not stopping:
+            then()
+            return
+        for launched in stopping:
+            if launched.stopping is None:
+                launched.stopping = reason
+                proc = evolve(launched.request.proc, keeper=self._runtime.proc_id)
+                self._runtime.tell(proc, "stop_all", reason)
+        self._runtime.gateway.call_later(grace_s, lambda: self._insist(stopping, 15))
+        self._runtime.gateway.call_later(
+            grace_s + settings.get("mesh_terminate_timeout"), lambda: self._insist(stopping, 9)
+        )
+
+    def _insist(self, stopping: list[_Launched], signum: int) -> None:
+        for launched in stopping:
+            if launched.down is None and launched.running is not None:
+                log.warning("proc.signalled", proc=launched.request.title, signal=signum)
+                launched.running.kill(signum)
+
+    def _on_owner_gone(self, key: int, down: Down) -> None:
+        orphans = [k for k, launched in list(self._procs.items()) if launched.owner.proc.key == key]
+        if orphans:
+            reason = f"the process of its owner is gone: {down.reason}"
+            self.stop(orphans, reason, _ORPHAN_GRACE_S, lambda: None)
+            gateway = self._runtime.gateway
+            procs = [self._procs[k] for k in orphans if k in self._procs]
+            gateway.call_later(2 * _ORPHAN_GRACE_S, lambda: self._insist(procs, 9))
+
+    def close(self, timeout_s: float) -> None:
+        """End every process of this host that is left."""
+        for launched in list(self._procs.values()):
+            if launched.stopping is None:
+                launched.stopping = "the client has ended"
+        self._starter.close(timeout_s)

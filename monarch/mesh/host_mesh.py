@@ -1,0 +1,262 @@
+"""Meshes of hosts: where processes are spawned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
+
+from attrs import evolve
+
+from monarch.core.future import Future
+from monarch.core.ids import ProcId, Uid, new_number
+from monarch.mesh.actor import Actor
+from monarch.mesh.bootstrap import BootstrapCommand, default_bootstrap_cmd
+from monarch.mesh.context import context
+from monarch.mesh.dispatch import settle_result
+from monarch.mesh.endpoint import endpoint
+from monarch.mesh.host import LaunchRequest
+from monarch.mesh.ownership import OwnedProcs, joined
+from monarch.mesh.proc_mesh import ProcMesh, _spawn_callbacks
+from monarch.mesh.shape import Extent, Point, Region, Slice
+from monarch.mesh.view import MeshView, overridable
+
+Bootstrap = Callable[[], Any]
+CommandFor = BootstrapCommand | Callable[[Point], BootstrapCommand]
+
+_BINDINGS = ("cpunodebind", "membind", "physcpubind", "cpus")
+
+
+class _Setup(Actor):
+    """Runs the bootstrap function of a process before any other actor is made there."""
+
+    def __init__(self, function: Bootstrap) -> None:
+        self._function = function
+        self._error: BaseException | None = None
+
+    @endpoint
+    async def run(self) -> None:
+        """Run it, and open the process's gate, whatever comes of it."""
+        from monarch.core.exceptions import format_remote, text_of, type_name
+        from monarch.core.monitor import Down
+
+        runtime: Any = context().actor_instance.proc_runtime
+        try:
+            await settle_result(self._function)
+        except BaseException as error:
+            self._error = error
+            pid, host = runtime.whereabouts()
+            text = f"{type_name(error)}: {text_of(error)}"
+            reason = f"the bootstrap function of its process raised {text}"
+            runtime.open_gate(Down("failed", reason, pid, host, error=text, traceback=format_remote(error)))
+        else:
+            runtime.open_gate(None)
+
+    @endpoint
+    async def run_result(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+class HostMesh(MeshView):
+    """Hosts, by named dimensions; `this_host()` has none."""
+
+    def __init__(
+        self,
+        hosts: Sequence[ProcId],
+        region: Region,
+        *,
+        owned: bool = False,
+        command: CommandFor | None = None,
+    ) -> None:
+        self._hosts = hosts  # [position in the view]: the process in which the host's agent lives
+        self._region = region
+        self._owned = owned
+        self._command = command
+
+    @classmethod
+    def _of_host(cls, host: ProcId) -> HostMesh:
+        return cls([host], Region((), Slice(0, (), ())))
+
+    def _with_region(self, region: Region) -> HostMesh:
+        positions = self._region._slice
+        return HostMesh([self._hosts[positions.index(base)] for base in region._slice], region, command=self._command)
+
+    def spawn_procs(
+        self,
+        per_host: Mapping[str, int] | None = None,
+        bootstrap: Bootstrap | None = None,
+        name: str | None = None,
+        proc_bind: Sequence[Mapping[str, str]] | None = None,
+        bootstrap_command: CommandFor | None = None,
+    ) -> ProcMesh:
+        """Start processes on every host of the view. Returns at once; what fails shows on `initialized` or first use.
+
+        Args:
+            per_host: label → size of the dimensions within a host; None for one process on each.
+            bootstrap: function that runs in each process before any actor of the user's; may be async.
+            name: of the mesh, for people.
+            proc_bind: for each process of a host, what to bind it to, with the keys of `numactl` (cpunodebind, membind,
+                physcpubind), or "cpus" for `taskset`.
+            bootstrap_command: how to start the interpreter, or a function from the Point of the process to that.
+
+        Raises:
+            ValueError: a label is there twice, a size is not positive, or `proc_bind` has the wrong length.
+        """
+        name = "anon" if name is None else name
+        per_host = dict(per_host or {})
+        labels = [*self._region.labels, *per_host]
+        if len(set(labels)) != len(labels):
+            twice = sorted({label for label in labels if labels.count(label) > 1})
+            raise ValueError(f"per_host repeats the dimension {', '.join(twice)} of the host mesh")
+        sizes = [*self._region.extent.sizes, *per_host.values()]
+        extent = Extent(labels, sizes)
+        each = Extent(list(per_host), list(per_host.values())).nelements
+        if each < 1:
+            raise ValueError(f"per_host is {per_host}; every size must be at least 1")
+        if proc_bind is not None and len(proc_bind) != each:
+            raise ValueError(f"proc_bind length ({len(proc_bind)}) must equal procs_per_host ({each})")
+        command = bootstrap_command if bootstrap_command is not None else self._command
+
+        requests: dict[ProcId, list[LaunchRequest]] = {}
+        procs: list[ProcId] = []
+        for rank in range(extent.nelements):
+            point = Point(rank, extent)
+            host = self._hosts[rank // each]
+            proc = ProcId(Uid.instance(name), "", host)
+            start = command(point) if callable(command) else command
+            if proc_bind is not None:
+                start = bound(start if start is not None else default_bootstrap_cmd(), proc_bind[rank % each])
+            env = {} if start is None else dict(start.env)
+            if start is not None and start.is_default:
+                start = None
+            title = f"monarch: {name}{point if labels else ''}"
+            request = LaunchRequest(proc, title, env, start, bootstrap is not None)
+            requests.setdefault(host, []).append(request)
+            procs.append(proc)
+
+        owner = context().actor_instance
+        runtime: Any = owner.proc_runtime
+        number = new_number()
+        hosts = {host: [request.proc for request in asked] for host, asked in requests.items()}
+        owned = OwnedProcs(owner, number, name, hosts)
+        owner.owned[number] = owned
+        runtime.books.owners.setdefault(owner.actor_id.number, owner)
+        for host, asked in requests.items():
+            if host.key == runtime.key:
+                for each_request in asked:
+                    runtime.gateway.peer(each_request.proc)
+            runtime.tell(host, "launch", owner.actor_id, asked)
+        region = Region(labels, Slice.new_row_major(sizes))
+        mesh = ProcMesh(name, procs, region, owned)
+        if bootstrap is not None:
+            mesh._setup = mesh._spawn("setup", _Setup, (bootstrap,), {}, opens_gate=True)
+            mesh._setup.run.call()
+        for callback in list(_spawn_callbacks):
+            callback(mesh)
+        return mesh
+
+    def with_python_executable(self, path: str) -> HostMesh:
+        """The same hosts; processes spawned on this view run that interpreter."""
+        command = evolve(default_bootstrap_cmd(), program=str(path))
+        return HostMesh(self._hosts, self._region, command=command)
+
+    @property
+    def is_fake_in_process(self) -> bool:
+        """Whether spawned "processes" are threads of this one, as over `inproc`."""
+        transport: str = context().actor_instance.proc_runtime.gateway.transport.scheme
+        return transport == "inproc"
+
+    @overridable
+    def initialized(self) -> Future[bool]:
+        """Resolves to True when every host has answered."""
+        runtime = context().actor_instance.proc_runtime
+        asked = [runtime.request(host, "await_up", [host.key]) for host in self._hosts]
+        result: Future[bool] = Future._pending(runtime.driver)
+        joined(runtime, asked)._on_done(lambda: result._complete(lambda: True))
+        return result
+
+    def shutdown(self) -> Future[None]:
+        """End all processes of these hosts, and the workers that serve them.
+
+        Raises:
+            RuntimeError: this mesh is a reference, a view, or this host itself.
+        """
+        raise RuntimeError(
+            "cannot shut down `HostMesh` that is a reference instead of owned; this host ends with the client: "
+            "shutdown_context()"
+        )
+
+    def stop(self) -> Future[None]:
+        """End the processes that the current actor spawned on these hosts."""
+        owner = context().actor_instance
+        hosts = set(self._hosts)
+        stops = [
+            each.stop("the host mesh is stopped")
+            for each in list(owner.owned.values())
+            if isinstance(each, OwnedProcs) and hosts.intersection(each.hosts)
+        ]
+        return joined(owner.proc_runtime, stops)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await HostMesh.stop(self)
+
+    async def sync_workspace(self, workspace: Any, conda: bool = False, auto_reload: bool = False) -> None:
+        raise NotImplementedError("sync_workspace is planned; this version cannot copy files to hosts")
+
+    @property
+    def stream_logs(self) -> bool:
+        return False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (tuple(self._hosts), self._region, self._command)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, HostMesh):
+            return NotImplemented
+        return list(self._hosts) == list(other._hosts) and self._region.extent == other._region.extent
+
+    def __hash__(self) -> int:
+        return hash((tuple(self._hosts), self._region.extent))
+
+    def __repr__(self) -> str:
+        return f"<HostMesh {dict(self._region.extent)}>"
+
+
+def _received(hosts: tuple[ProcId, ...], region: Region, command: CommandFor | None) -> HostMesh:
+    return HostMesh(hosts, region, command=command)
+
+
+def bound(command: BootstrapCommand, binding: Mapping[str, str]) -> BootstrapCommand:
+    """`command`, run under `numactl` or `taskset`.
+
+    Raises:
+        ValueError: a key that is not known, or "cpus" together with others.
+    """
+    unknown = [key for key in binding if key not in _BINDINGS]
+    if unknown:
+        raise ValueError(f"proc_bind has {', '.join(unknown)}; it can have {', '.join(_BINDINGS)}")
+    if "cpus" in binding:
+        if len(binding) > 1:
+            raise ValueError("proc_bind has 'cpus' (for taskset) together with keys for numactl: use one or the other")
+        wrapper = ["taskset", "-c", str(binding["cpus"])]
+    else:
+        wrapper = ["numactl", *(f"--{key}={value}" for key, value in binding.items())]
+    return BootstrapCommand(wrapper[0], None, (*wrapper[1:], command.program, *command.args), command.env)
+
+
+def this_host() -> HostMesh:
+    """The host of the current actor, without dimensions: `this_host().spawn_procs({"gpus": 2})`."""
+    runtime: Any = context().actor_instance.proc_runtime
+    return HostMesh._of_host(runtime.host)
+
+
+def this_proc() -> ProcMesh:
+    """The process of the current actor, without dimensions."""
+    return context().actor_instance.proc
+
+
+def hosts_from_config(name: str) -> HostMesh:
+    raise NotImplementedError("hosts_from_config needs host workers, which are planned; use this_host()")

@@ -1,0 +1,68 @@
+"""Names of the API that are planned: meters and spans do nothing, the rest says what is missing."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _planned(what: str, instead: str = "") -> NoReturn:
+    raise NotImplementedError(f"{what} is planned, and not part of this version{instead}")
+
+
+def run_worker_loop_forever(*, private_key: Any = None, ca: Any = None, address: Any = None) -> NoReturn:
+    _planned("serving a host for clients elsewhere", "; processes on this host: this_host().spawn_procs(...)")
+
+
+def attach_to_workers(
+    *, private_key: Any = None, ca: Any = None, workers: Any = None, name: str | None = None
+) -> NoReturn:
+    _planned("attaching to workers on other hosts", "; processes on this host: this_host().spawn_procs(...)")
+
+
+def attach(addr: str) -> NoReturn:
+    _planned("attaching through a remote host")
+
+
+def debug_controller() -> NoReturn:
+    _planned("the debugger")
+
+
+class _Instrument:
+    """A counter or histogram that counts nothing."""
+
+    def add(self, amount: float, attributes: Any = None) -> None:
+        pass
+
+    def record(self, amount: float, attributes: Any = None) -> None:
+        pass
+
+
+class _Meter:
+    def create_counter(self, name: str, *args: Any, **kwargs: Any) -> _Instrument:
+        return _Instrument()
+
+    create_up_down_counter = create_counter
+    create_histogram = create_counter
+
+    def create_gauge(self, name: str, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError("gauges are not supported")
+
+
+def get_meter(name: str) -> _Meter:
+    """A meter whose instruments do nothing: telemetry is planned."""
+    return _Meter()
+
+
+@contextlib.contextmanager
+def span(name: str, *args: Any, **kwargs: Any) -> Iterator[None]:
+    """A tracing span that records nothing: telemetry is planned."""
+    yield
+
+
+def traced(function: F) -> F:
+    """A tracing decorator that records nothing: telemetry is planned."""
+    return function

@@ -1,0 +1,453 @@
+"""Starting, watching and ending the OS processes of this host.
+
+A `Launcher` belongs to one process, the driver, and knows nothing of actors: a child is a name, an entry point and an
+opaque payload. It sends requests to its template process, which forks the children and is their parent and guardian
+(`template`, where the states and the rules of belonging are described); here is only the driver's side: which children
+there are, who wants to know of their ends, and what a template's own death means for them.
+
+A child execs a fresh interpreter, rather than being forked, if it has a command of its own, or if its environment needs
+one (`process.must_exec`).
+
+Nothing blocks but `close`, and nothing runs on a thread of this module: the owner waits for `fileno()` and calls
+`pump()`, which runs the callbacks. A process that the user forked off the driver holds a launcher that refuses to work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from attrs import define, evolve, field
+
+from monarch.core import linux
+from monarch.mesh.bootstrap import default_bootstrap_cmd, fresh_interpreter_cmd
+from monarch.mesh.process import Exit, LaunchSpec, must_exec
+from monarch.mesh.template import DRIVER_FD, SETUP_FD, SOCKET_FD, START
+from monarch.mesh.wire import Message, Wire, close_all, explain, memory_file
+
+DEFAULT_PRELOAD: Final = ("asyncio", "attrs", "cloudpickle", "faulthandler", "pickle", "socket", "threading")
+
+_TEMPLATE_ENV: Final = {"OPENBLAS_NUM_THREADS": "1"}  # else importing numpy starts threads, and forks would be unsafe
+
+_LIMITS: Final = sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")})
+_FIRST_FD: Final = 10  # above the numbers that descriptors get in the template
+_KILL_MARGIN_S: Final = 2.0  # what `close` adds for SIGKILL to work
+
+
+@define(eq=False)
+class Child:
+    """A process that was asked for.
+
+    Attributes:
+        pid: known once the template has forked it.
+        exit: how it ended; set just before the callback runs.
+    """
+
+    name: str
+    pid: int | None = None
+    exit: Exit | None = None
+    _id: int = 0
+    _launcher: Launcher = field(kw_only=True, repr=False)
+    _on_exit: Callable[[Exit], None] = field(kw_only=True, repr=False)
+    _command: str | None = field(default=None, repr=False)
+    _killed: bool = field(default=False, repr=False)
+
+    @property
+    def alive(self) -> bool:
+        """Whether nothing is known of its end."""
+        return self.exit is None
+
+    def kill(self, signum: int = signal.SIGKILL, *, group: bool | None = None) -> None:
+        """Send a signal, through the template, which knows whether the pid is still this child's.
+
+        Args:
+            signum: the signal.
+            group: whether the whole process group gets it; by default SIGKILL does.
+        """
+        self._launcher._kill(self, signum, signum == signal.SIGKILL if group is None else group)
+
+
+@define(eq=False)
+class _Template:
+    pid: int
+    wire: Wire
+    env: dict[str, str]
+    ready: bool = False
+    children: dict[int, Child] = field(factory=dict)
+
+
+class Launcher:
+    """Starts processes and tells how each one ended, exactly once. Thread-safe."""
+
+    def __init__(self, preload: Sequence[str] = DEFAULT_PRELOAD) -> None:
+        """Take `preload`, the modules that the template imports before it forks. Starts nothing.
+
+        Modules must not start threads or open connections when imported: a fork copies neither.
+        """
+        self._preload = tuple(preload)
+        self._lock = threading.RLock()
+        self._ids = itertools.count(1)
+        self._template: _Template | None = None
+        self._over: deque[tuple[Child, Exit]] = deque()
+        self._closed = self._forked = False
+        self._oom_kills = linux.oom_kills()
+        try:
+            self._ready = linux.Readiness()
+            self._bell = os.pipe()
+        except OSError as e:
+            raise OSError(e.errno, explain(e, "cannot watch processes")) from None
+        for fd in self._bell:
+            os.set_blocking(fd, False)
+        self._ready.watch(self._bell[0])
+        _launchers.add(self)
+
+    # -- starting
+
+    def warm(self) -> None:
+        """Start the template now, if there is none, so that the first launch is quick. Returns at once.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        with self._lock:
+            self._check()
+            if self._template is None:
+                self._template = self._start_template()
+
+    def launch(self, spec: LaunchSpec, on_exit: Callable[[Exit], None]) -> Child:
+        """Ask for one process and return at once. `on_exit` is called by `pump`, exactly once, also when the process
+        could not be started.
+
+        Raises:
+            RuntimeError: the launcher is closed, or this process is a fork of its owner.
+        """
+        return self.launch_all([spec], [on_exit])[0]
+
+    def launch_all(self, specs: Sequence[LaunchSpec], on_exit: Sequence[Callable[[Exit], None]]) -> list[Child]:
+        """Ask for several at once. They share one request, and get the standard output and error, the directory,
+        `sys.path`, `sys.argv`, umask and resource limits that this process has now."""
+        with self._lock:
+            self._check()
+            children = [
+                Child(s.name, id=next(self._ids), launcher=self, on_exit=f) for s, f in zip(specs, on_exit, strict=True)
+            ]
+            try:
+                self._send_launch(specs, children)
+            except OSError as e:
+                for child in children:
+                    self._end(child, Exit(None, error=explain(e, "the launcher cannot ask for it")))
+            except RuntimeError as e:
+                for child in children:
+                    self._end(child, Exit(None, error=str(e)))
+            return children
+
+    def _send_launch(self, specs: Sequence[LaunchSpec], children: Sequence[Child]) -> None:
+        if self._template is not None:
+            self._drain(self._template)  # it may have ended meanwhile
+        if self._template is None:
+            self._template = self._start_template({s.entry.partition(":")[0] for s in specs})
+        template = self._template
+        common = json.dumps(
+            {
+                "path": [str(p) for p in sys.path],
+                "argv": sys.argv,
+                "umask": linux.current_umask(),
+                "limits": [[number, *resource.getrlimit(number)] for number in _LIMITS],
+            }
+        ).encode()
+        parts, at, rows = [common], len(common), []
+        for spec, child in zip(specs, children, strict=True):
+            env = {**spec.env, **(spec.command.env if spec.command is not None else {})}
+            command = spec.command if spec.command is not None and not spec.command.is_default else None
+            if command is None and must_exec(env, template.env, self._preload):
+                command = fresh_interpreter_cmd()
+            child._command = str(command) if command is not None else None
+            line = [command.program, command.arg0, command.args] if command is not None else None
+            facts = json.dumps({"name": spec.name, "entry": spec.entry, "env": env, "command": line}).encode()
+            parts += [facts, spec.payload]
+            rows.append([child._id, command is not None, at, len(facts), len(spec.payload)])
+            at += len(facts) + len(spec.payload)
+        fds: list[int] = []
+        try:
+            fds.append(memory_file(*parts))
+            fds.append(os.open(".", getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC))
+            fds += [_duplicate(1), _duplicate(2)]
+        except OSError:
+            close_all(fds)
+            raise
+        for child in children:
+            template.children[child._id] = child
+        self._post(template, {"op": "launch", "common": len(common), "children": rows}, fds)
+
+    def _start_template(self, entries: set[str] | None = None) -> _Template:
+        """Exec a template. Any thread may do so: the template watches this process, not the thread."""
+        command = default_bootstrap_cmd()
+        argv = [command.program, *command.args[:-2], "-c", START]
+        fds: dict[int, int] = {}  # number in the template: number here
+        near, far = socket.socketpair()
+        try:
+            pidfd = linux.open_pidfd(os.getpid())
+            if pidfd is not None:
+                fds[DRIVER_FD] = pidfd
+            facts = {
+                "path": [str(p) for p in sys.path],
+                "preload": [*self._preload, *sorted(entries or ())],
+                "driver": os.getpid(),
+                "pidfd": pidfd is not None,
+            }
+            fds[SETUP_FD] = memory_file(json.dumps(facts).encode())
+            fds[SOCKET_FD] = far.detach()
+            for number, fd in fds.items():
+                fds[number] = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _FIRST_FD)
+                os.close(fd)
+            actions: list[Any] = [(os.POSIX_SPAWN_DUP2, fd, number) for number, fd in fds.items()]
+            actions += [(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_RDWR, 0) for number in (0, 1)]
+            if not _is_open(2):
+                actions.append((os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_RDWR, 0))
+            env = dict(os.environ)
+            signals = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
+            options: dict[str, Any] = {"file_actions": actions, "setsigmask": [], "setsigdef": signals}
+            try:
+                pid = os.posix_spawn(argv[0], argv, {**env, **_TEMPLATE_ENV}, setsid=True, **options)
+            except NotImplementedError:
+                pid = os.posix_spawn(argv[0], argv, {**env, **_TEMPLATE_ENV}, setpgroup=0, **options)
+        except BaseException:
+            near.close()
+            raise
+        finally:
+            far.close()
+            close_all(fds.values())
+        template = _Template(pid, Wire(near.detach()), env)
+        self._ready.watch(template.wire.fileno())
+        return template
+
+    def _post(self, template: _Template, message: Message, fds: Sequence[int] = ()) -> None:
+        template.wire.send(message, fds)
+        self._flush(template)
+
+    def _flush(self, template: _Template) -> None:
+        template.wire.flush()
+        self._ready.watch(template.wire.fileno(), writable=template.wire.pending)
+
+    def _kill(self, child: Child, signum: int, group: bool) -> None:
+        with self._lock:
+            if self._forked:
+                return
+            template = self._template
+            if template is not None and child._id in template.children:
+                child._killed = child._killed or signum == signal.SIGKILL
+                self._post(template, {"op": "kill", "id": child._id, "signal": int(signum), "group": group})
+
+    # -- watching
+
+    def fileno(self) -> int:
+        """Readable when `pump` has work. The same for the whole life of the launcher."""
+        return self._ready.fileno()
+
+    def pump(self) -> None:
+        """Take in what has happened and run the callbacks that are due, without blocking.
+
+        A callback that raises does not keep the others from running; the first exception is raised at the end.
+        """
+        with self._lock:
+            if self._forked or (self._closed and self._template is None and not self._over):
+                return
+            template = self._template
+            if template is not None:
+                self._flush(template)
+                self._drain(template)
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._bell[0], 4096)  # whatever it rang for is taken below
+        problem: BaseException | None = None
+        while True:
+            try:
+                child, end = self._over.popleft()
+            except IndexError:
+                break
+            child.exit = end
+            try:
+                child._on_exit(end)
+            except Exception as e:
+                problem = problem or e
+        if problem is not None:
+            raise problem
+
+    def _drain(self, template: _Template) -> None:
+        for message, _ in template.wire.receive():
+            self._take(template, message)
+        if template.wire.closed:
+            self._bury()
+
+    def _take(self, template: _Template, message: Message) -> None:
+        match message["op"]:
+            case "ready":
+                template.ready = True
+            case "started":
+                for id, pid in message["children"]:
+                    if id in template.children:
+                        template.children[id].pid = pid
+            case "ended":
+                child = template.children.pop(message["id"])
+                child.pid = message["pid"]
+                hint = ""
+                if message["signal"] == signal.SIGKILL and not child._killed and message["error"] is None:
+                    hint = self._reason_for_sigkill()
+                end = Exit(child.pid, message["code"], message["signal"], message["error"], message["tail"], hint=hint)
+                self._end(child, end)
+
+    def _reason_for_sigkill(self) -> str:
+        usual = "often the kernel's out-of-memory killer"
+        before, now = self._oom_kills, linux.oom_kills()
+        self._oom_kills = now
+        if before is None or now is None:
+            return usual
+        if now > before:
+            return "the kernel's out-of-memory killer has struck in this control group just now"
+        return f"{usual}, though it has not struck in this control group"
+
+    def _end(self, child: Child, end: Exit) -> None:
+        self._over.append((child, evolve(end, command=child._command)))
+        self._ring()
+
+    def _ring(self) -> None:
+        with contextlib.suppress(OSError):
+            os.write(self._bell[1], b"!")
+
+    def _bury(self) -> None:
+        """The template is gone, and with it, by their parent-death signal, every child it had."""
+        template, self._template = self._template, None
+        if template is None:
+            return
+        self._ready.forget(template.wire.fileno())
+        template.wire.close()
+        status = _reap(template.pid)
+        how = f"the template process {template.pid}, its parent, " + Exit(template.pid, *status).describe()
+        for child in list(template.children.values()):
+            if child.pid is None:
+                self._end(child, Exit(None, error=how if template.ready else f"{how} before it was ready"))
+                continue
+            with contextlib.suppress(OSError):
+                os.killpg(child.pid, signal.SIGKILL)
+            self._end(child, Exit(child.pid, signal=int(signal.SIGKILL), hint=how))
+
+    # -- ending
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """End every child that is left: SIGTERM, and after `timeout_s` SIGKILL to its whole process group; then end the
+        template. Blocks no longer than `timeout_s` and two seconds. Runs the callbacks of those that end.
+
+        `fileno()` is closed afterwards: nobody else may be waiting on it by then.
+        """
+        with self._lock:
+            if self._closed or self._forked:
+                return
+            self._closed = True
+        problem: BaseException | None = None
+
+        def pump() -> None:
+            nonlocal problem
+            try:
+                self.pump()
+            except Exception as e:  # a callback's: it must not keep the processes alive
+                problem = problem or e
+
+        pump()
+        with self._lock:
+            template = self._template
+            if template is not None and not template.ready:
+                with contextlib.suppress(OSError):
+                    os.kill(template.pid, signal.SIGKILL)  # it has not forked anything yet
+            elif template is not None:
+                for child in template.children.values():
+                    child._killed = True
+                self._post(template, {"op": "end", "grace_s": timeout_s})
+        deadline_s = time.monotonic() + timeout_s + _KILL_MARGIN_S
+        while self._template is not None:
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0 and template is not None:
+                with contextlib.suppress(OSError):
+                    os.kill(template.pid, signal.SIGKILL)
+            poll = select.poll()
+            poll.register(self._ready.fileno(), select.POLLIN)
+            poll.poll(max(left_s, 0.1) * 1000)
+            pump()
+        pump()
+        with self._lock:
+            self._ready.close()
+            close_all(self._bell)
+            _launchers.discard(self)
+        if problem is not None:
+            raise problem
+
+    def _check(self) -> None:
+        if self._forked:
+            raise RuntimeError(
+                "this process was forked (os.fork, or multiprocessing's fork method) from the one that starts the "
+                "processes; it cannot start any. Start them from the original process, or use a fresh interpreter "
+                "(subprocess, or multiprocessing's spawn method)"
+            )
+        if self._closed:
+            raise RuntimeError("the launcher is closed: this process starts no more processes")
+
+    def _disown(self) -> None:
+        """In a fork of the owner: let go of everything without touching what the owner still uses."""
+        self._forked = True
+        self._lock = threading.RLock()  # the thread that held the old one may not exist here
+        self._over.clear()
+        template, self._template = self._template, None
+        if template is not None:
+            template.wire.close()
+        if not self._closed:
+            self._ready.close()
+            close_all(self._bell)
+
+
+_launchers: weakref.WeakSet[Launcher] = weakref.WeakSet()
+
+
+def _disown_all() -> None:
+    for launcher in list(_launchers):
+        launcher._disown()
+
+
+os.register_at_fork(after_in_child=_disown_all)
+
+
+def _is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
+def _duplicate(fd: int) -> int:
+    """A copy of a standard stream's descriptor, or of /dev/null where it is closed."""
+    if not _is_open(fd):
+        return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+    return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
+
+
+def _reap(pid: int) -> tuple[int | None, int | None]:
+    """Collect a template whose socket has ended: (exit code, signal), both None if somebody else has collected it."""
+    with contextlib.suppress(OSError):
+        os.kill(pid, signal.SIGKILL)  # no effect on one that is exiting, which is the rule
+    try:
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    except ChildProcessError:
+        return None, None
+    return (status, None) if status >= 0 else (None, -status)

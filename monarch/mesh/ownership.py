@@ -1,0 +1,178 @@
+"""Who spawned it owns it: what an owner's process keeps about the meshes it owns, and how it learns of their ends.
+
+Each process that hosts a member tells the owner's process when the member has ended (`member_down`); when the process
+itself is gone, the owner's process knows by itself. Either way a member's end is reported to its owner exactly once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from monarch.core.future import Future
+from monarch.core.ids import ProcId
+from monarch.core.monitor import Down
+from monarch.core.proc import Proc
+from monarch.supervision.failure import MeshFailure
+
+if TYPE_CHECKING:
+    from monarch.mesh.context import Spawner
+
+
+class Owned(Protocol):
+    number: int
+    name: str
+
+    def stop(self, reason: str) -> Future[None]: ...
+
+    def proc_gone(self, key: int, down: Down) -> bool:
+        """A process has ended; True if that was reported as the failure of a member."""
+        ...
+
+
+class OwnedActors:
+    """An actor mesh, as its owner keeps it: which members live, by base rank."""
+
+    def __init__(
+        self,
+        owner: Spawner,
+        books: Books,
+        number: int,
+        name: str,
+        procs: Sequence[ProcId],
+        describe: Callable[[int], str],
+    ) -> None:
+        self.owner, self.number, self.name = owner, number, name
+        self._books = books
+        self.procs = procs  # [base rank]
+        self.downs: dict[int, Down] = {}
+        self._describe = describe
+        self._lock = threading.Lock()
+        self._stopping: str | None = None
+        self._stopped: Future[None] = Future._pending(owner.proc_runtime.driver, lambda: f"the stop of {name!r}")
+
+    def member_down(self, rank: int, down: Down) -> bool:
+        """A member has ended: note it, and tell the owner unless it was stopped."""
+        with self._lock:
+            if rank in self.downs:
+                return False
+            self.downs[rank] = down
+            all_down = len(self.downs) == len(self.procs)
+            expected = down.stopped or (self._stopping is not None and down.kind != "failed")
+        if all_down:
+            self.owner.owned.pop(self.number, None)
+            self._books.actors.pop(self.number, None)
+            self._stopped._complete(lambda: None)
+        if expected:
+            return False
+        self.owner.supervise(MeshFailure(self.name, [rank], self._describe(rank), down))
+        return True
+
+    def proc_gone(self, key: int, down: Down) -> bool:
+        reported = False
+        for rank, proc in enumerate(self.procs):
+            if proc.key == key:
+                reported = self.member_down(rank, down) or reported
+        return reported
+
+    def stop(self, reason: str) -> Future[None]:
+        with self._lock:
+            first = self._stopping is None
+            self._stopping = reason
+            left = [proc for rank, proc in enumerate(self.procs) if rank not in self.downs]
+        if first:
+            runtime = self.owner.proc_runtime
+            for proc in left:
+                runtime.tell(proc, "stop_actor", self.number, reason)
+        return self._stopped
+
+
+class OwnedProcs:
+    """A process mesh, as its owner keeps it."""
+
+    def __init__(self, owner: Spawner, number: int, name: str, hosts: dict[ProcId, list[ProcId]]) -> None:
+        self.owner, self.number, self.name = owner, number, name
+        self.hosts = hosts
+        self.ranks = {proc.key: rank for rank, proc in enumerate(p for procs in hosts.values() for p in procs)}
+        self.stopping: str | None = None
+        self.on_stop: list[Callable[[], None]] = []
+        self.idle_failures: set[int] = set()
+
+    def proc_gone(self, key: int, down: Down) -> bool:
+        rank = self.ranks.get(key)
+        if rank is None or self.stopping is not None or down.stopped:
+            return False
+        self.owner.supervise(MeshFailure(self.name, [rank], f"process {self.name}[{rank}]", down))
+        return True
+
+    def stop(self, reason: str) -> Future[None]:
+        """Stop the actors, then the processes; resolves when all are gone."""
+        if self.stopping is None:
+            self.stopping = reason
+            for hook in self.on_stop:
+                hook()
+        runtime = self.owner.proc_runtime
+        asked = [
+            runtime.request(host, "stop_procs", [p.key for p in procs], reason) for host, procs in self.hosts.items()
+        ]
+        return joined(runtime, asked, self._forget)
+
+    def _forget(self) -> None:
+        self.owner.owned.pop(self.number, None)
+
+
+def joined(runtime: Proc, futures: Sequence[Future[Any]], then: Callable[[], None] | None = None) -> Future[None]:
+    """A future that is done when all of `futures` are; fails with the first error among them."""
+    result: Future[None] = Future._pending(runtime.driver)
+    left = [len(futures)]
+    lock = threading.Lock()
+
+    def finish() -> None:
+        errors = [error for future in futures if (error := future.exception(0)) is not None]
+        if errors:
+            result._fail(errors[0])
+            return
+        if then is not None:
+            then()
+        result._complete(lambda: None)
+
+    def one_done() -> None:
+        with lock:
+            left[0] -= 1
+            if left[0]:
+                return
+        finish()
+
+    for future in futures:
+        future._on_done(one_done)
+    if not futures:
+        finish()
+    return result
+
+
+class Books:
+    """The meshes owned by the actors of one process, by number. Attached to its `Proc`."""
+
+    def __init__(self, runtime: Proc) -> None:
+        self.actors: dict[int, OwnedActors] = {}
+        self.owners: dict[int, Spawner] = {}
+        runtime.handlers["member_down"] = self._on_member_down
+        runtime.on_proc_gone.append(self._on_proc_gone)
+        runtime.handlers["proc_gone"] = lambda envelope, proc, down: runtime.gateway.declare_gone(proc, down)
+
+    def _on_member_down(self, envelope: Any, number: int, rank: int, down: Down) -> None:
+        mesh = self.actors.get(number)
+        if mesh is not None:
+            mesh.member_down(rank, down)
+
+    def _on_proc_gone(self, key: int, down: Down) -> None:
+        """Each owner hears of a lost process by its actor meshes there; by the process mesh where it has none."""
+        for owner in list(self.owners.values()):
+            owned = list(owner.owned.values())
+            actors = [each for each in owned if isinstance(each, OwnedActors)]
+            reported = [mesh for mesh in actors if mesh.proc_gone(key, down)]
+            if not reported:
+                for each in owned:
+                    if isinstance(each, OwnedProcs):
+                        each.proc_gone(key, down)

@@ -1,0 +1,358 @@
+"""Ports: typed addresses that values are sent to, and the sinks that collect replies.
+
+A `Port` is a reference: it pickles, and where it is unpickled it belongs to the actor that unpickles it, so that a bounce
+goes to the right sender. Its `PortReceiver` stays where it was opened. The reply of a call is a value sent to a port that
+takes as many replies as the call has members.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+from monarch.core import codec, exceptions
+from monarch.core.envelope import Envelope, Flag, Kind
+from monarch.core.future import Future
+from monarch.core.ids import ActorId, PortId
+from monarch.core.monitor import Down
+from monarch.core.proc import Proc
+from monarch.errors import ActorError
+from monarch.mesh.context import Spawner, context
+from monarch.mesh.shape import Region
+from monarch.mesh.value_mesh import ValueMesh
+from monarch.supervision.failure import call_failed
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class Port(Generic[T]):
+    """Where values of type T can be sent, from any process, any number of times (a reply port: once)."""
+
+    __slots__ = ("_on_use", "_owner", "_port", "_rank", "return_undeliverable")
+
+    def __init__(
+        self,
+        port: PortId | None,
+        rank: int = 0,
+        owner: Spawner | None = None,
+        on_use: Callable[[], None] | None = None,
+    ) -> None:
+        self._port = port  # None: nobody waits for what is sent here
+        self._rank = rank
+        self._owner = owner
+        self._on_use = on_use  # hears once that something was sent, or that the port was handed on
+        self.return_undeliverable = True
+        """Whether a value that cannot be delivered becomes an error at its sender."""
+
+    def send(self, value: T) -> None:
+        """Send a value. It has left when this returns; values of one sender arrive in order.
+
+        Raises:
+            Exception: what pickling `value` raised, unchanged.
+        """
+        self._send(codec.encode(value), Flag(0))
+
+    def exception(self, error: BaseException) -> None:
+        """Send an exception: whoever receives gets exactly it, raised."""
+        self._send(exceptions.encode_exception(error), Flag.ERROR | Flag.RAW_ERROR)
+
+    def _send(self, parts: list[Any], flags: Flag) -> None:
+        if self._port is None:
+            return
+        self._used()
+        owner = self._owner if self._owner is not None else context().actor_instance
+        actor = self._port.actor
+        if not self.return_undeliverable:
+            flags |= Flag.SILENT
+        runtime = owner.proc_runtime
+        runtime.send(
+            Envelope(
+                Kind.PORT,
+                actor.proc.key,
+                actor.number,
+                self._port.number,
+                runtime.key,
+                owner.actor_id.number,
+                parts,
+                flags,
+                self._rank,
+            ),
+            actor.proc,
+        )
+
+    def _used(self) -> None:
+        on_use, self._on_use = self._on_use, None
+        if on_use is not None:
+            on_use()
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        self._used()
+        return _unpickled, (self._port, self._rank, self.return_undeliverable)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Port) and self._port == other._port
+
+    def __hash__(self) -> int:
+        return hash(self._port)
+
+    def __repr__(self) -> str:
+        return f"<Port {self._port}>"
+
+
+def _unpickled(port: PortId | None, rank: int, return_undeliverable: bool) -> Port[Any]:
+    from monarch.mesh.context import _context
+
+    found = _context.get()
+    self: Port[Any] = Port(port, rank, found.actor_instance if found is not None else None)
+    self.return_undeliverable = return_undeliverable
+    return self
+
+
+def decode_value(envelope: Envelope, explain: Callable[[int], str]) -> Any:
+    """The value of a PORT message, or raises the error that it carries."""
+    if not envelope.flags & Flag.ERROR:
+        return codec.decode(envelope.parts)
+    error, formatted = exceptions.decode_exception(envelope.parts)
+    if envelope.flags & Flag.RAW_ERROR:
+        raise error
+    raise ActorError(error, explain(envelope.rank), formatted)
+
+
+class PortReceiver(Generic[T]):
+    """The receiving half of a channel: FIFO, and not sendable."""
+
+    def __init__(self, runtime: Proc, number: int, once: bool = False, ranked: bool = False) -> None:
+        self._runtime, self._number, self._once, self._ranked = runtime, number, once, ranked
+        self._lock = threading.Lock()
+        self._arrived: deque[Envelope] = deque()
+        self._wanted: deque[Future[Any]] = deque()
+
+    def recv(self) -> Future[T]:
+        """The next value that nobody has taken; may be called ahead of its arrival, and again and again."""
+        future: Future[T] = Future._pending(self._runtime.driver, lambda: "a value on a port")
+        with self._lock:
+            if not self._arrived:
+                self._wanted.append(future)
+                return future
+            envelope = self._arrived.popleft()
+        future._complete(lambda: self._decode(envelope))
+        return future
+
+    def ranked(self) -> PortReceiver[tuple[int, T]]:
+        """The same port; values come as `(rank of the sender, value)` from now on."""
+        self._ranked = True
+        return self  # type: ignore[return-value]
+
+    def _decode(self, envelope: Envelope) -> Any:
+        value = decode_value(envelope, lambda rank: "A remote actor call failed.")
+        return (envelope.rank, value) if self._ranked else value
+
+    def deliver(self, envelope: Envelope) -> None:
+        if self._once:
+            self._runtime.ports.pop(self._number, None)
+        with self._lock:
+            if not self._wanted:
+                self._arrived.append(envelope)
+                return
+            future = self._wanted.popleft()
+        future._complete(lambda: self._decode(envelope))
+
+    def bounced(self, envelope: Envelope, down: Down) -> None:
+        """A message that was to be answered here was not delivered."""
+        error = call_failed("that was asked", envelope.rank, "", down, None)
+        with self._lock:
+            future = self._wanted.popleft() if self._wanted else None
+        if future is not None:
+            future._fail(error)
+
+    def proc_gone(self, key: int, down: Down) -> None:
+        pass  # others may still send here
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError("a PortReceiver stays where it was opened; send its Port instead")
+
+
+class Channel(Generic[T]):
+    """Makes pairs of a port and its receiver."""
+
+    @staticmethod
+    def open(once: bool = False) -> tuple[Port[T], PortReceiver[T]]:
+        """A port and its receiver, owned by the current actor. With `once` the port takes a single value."""
+        return _open(once, ranked=False)
+
+    @staticmethod
+    def open_ranked(once: bool = False) -> tuple[Port[T], PortReceiver[tuple[int, T]]]:
+        """As `open`, with a receiver that yields `(rank, value)`."""
+        return _open(once, ranked=True)
+
+
+def _open(once: bool, ranked: bool) -> tuple[Port[Any], PortReceiver[Any]]:
+    owner = context().actor_instance
+    runtime = owner.proc_runtime
+    number = runtime.new_port()
+    receiver: PortReceiver[Any] = PortReceiver(runtime, number, once, ranked)
+    runtime.ports[number] = receiver
+    return Port(PortId(ActorId(runtime.proc_id, owner.actor_id.number), number), 0, owner), receiver
+
+
+class Members:
+    """Who was called: what a reply sink must know to put a failure into words."""
+
+    __slots__ = ("describe", "keys", "mesh_name", "method", "region")
+
+    def __init__(
+        self, keys: Sequence[int], describe: Callable[[int], str], mesh_name: str, method: str, region: Region
+    ) -> None:
+        self.keys = keys  # [rank in the view] -> process key
+        self.describe = describe  # rank in the view -> `module.Class name{...}`
+        self.mesh_name = mesh_name
+        self.method = method
+        self.region = region
+
+    def call_text(self, rank: int) -> str:
+        return f"Actor call {self.describe(rank)}.{self.method} failed."
+
+    def error(self, rank: int, down: Down) -> Exception:
+        base = self.region.slice()[rank]
+        return call_failed(self.describe(rank), base, self.mesh_name, down, f"{self.mesh_name}.{self.method}")
+
+    def pending_text(self) -> str:
+        return f"the answer of {self.mesh_name}.{self.method}() on {len(self.keys)} actor(s)"
+
+
+class OneReply(Generic[R]):
+    """The reply port of a call to a single member, which has `rank` in the view."""
+
+    __slots__ = ("_members", "_number", "_rank", "_runtime", "future")
+
+    def __init__(self, runtime: Proc, members: Members, rank: int = 0) -> None:
+        self._runtime, self._members, self._rank = runtime, members, rank
+        self._number = number = runtime.new_port()
+        self.future: Future[R] = Future._pending(runtime.driver, members.pending_text)
+        runtime.ports[number] = self
+
+    @property
+    def number(self) -> int:
+        return self._number
+
+    def deliver(self, envelope: Envelope) -> None:
+        self._runtime.ports.pop(self._number, None)
+        self.future._complete(lambda: decode_value(envelope, self._members.call_text))
+
+    def bounced(self, envelope: Envelope, down: Down) -> None:
+        self._runtime.ports.pop(self._number, None)
+        self.future._fail(self._members.error(self._rank, down))
+
+    def proc_gone(self, key: int, down: Down) -> None:
+        if self._members.keys[self._rank] == key:
+            self._runtime.ports.pop(self._number, None)
+            self.future._fail(self._members.error(self._rank, down))
+
+
+class MeshReply(Generic[R]):
+    """The reply port of a call to all members: completes when each has replied, or one is known to be gone."""
+
+    __slots__ = ("_failed", "_left", "_lock", "_members", "_number", "_replies", "_runtime", "future")
+
+    def __init__(self, runtime: Proc, members: Members) -> None:
+        self._runtime, self._members = runtime, members
+        self._replies: list[Envelope | None] = [None] * len(members.keys)
+        self._left = len(members.keys)
+        self._lock = threading.Lock()
+        self._number = number = runtime.new_port()
+        self.future: Future[ValueMesh[R]] = Future._pending(runtime.driver, members.pending_text)
+        runtime.ports[number] = self
+        if not self._left:
+            self._finish()
+
+    @property
+    def number(self) -> int:
+        return self._number
+
+    def deliver(self, envelope: Envelope) -> None:
+        rank = envelope.rank
+        with self._lock:
+            if rank >= len(self._replies) or self._replies[rank] is not None:
+                return
+            self._replies[rank] = envelope
+            self._left -= 1
+            if self._left:
+                return
+        self._finish()
+
+    def _finish(self) -> None:
+        self._runtime.ports.pop(self._number, None)
+        self.future._complete(self._result)
+
+    def _result(self) -> ValueMesh[R]:
+        replies = [reply for reply in self._replies if reply is not None]
+        for reply in replies:
+            if reply.flags & Flag.ERROR:
+                decode_value(reply, self._members.call_text)
+        decoders = [_decoder(reply) for reply in replies]
+        return ValueMesh._lazy(self._members.region.extent, decoders)
+
+    def bounced(self, envelope: Envelope, down: Down) -> None:
+        self._fail(envelope.rank, down)
+
+    def proc_gone(self, key: int, down: Down) -> None:
+        for rank, each in enumerate(self._members.keys):
+            if each == key:
+                self._fail(rank, down)
+                return
+
+    def _fail(self, rank: int, down: Down) -> None:
+        self._runtime.ports.pop(self._number, None)
+        self.future._fail(self._members.error(rank, down))
+
+
+def _decoder(envelope: Envelope) -> Callable[[], Any]:
+    return lambda: codec.decode(envelope.parts)
+
+
+class StreamReply(Generic[R]):
+    """The reply port of a stream: the i-th future is the i-th reply to arrive; a member that is gone counts as one."""
+
+    def __init__(self, runtime: Proc, members: Members) -> None:
+        self._runtime, self._members = runtime, members
+        self._lock = threading.Lock()
+        self._answered = [False] * len(members.keys)
+        self._arrived = 0
+        self._number = runtime.new_port()
+        self.futures: list[Future[R]] = [Future._pending(runtime.driver, members.pending_text) for _ in members.keys]
+        runtime.ports[self._number] = self
+
+    @property
+    def number(self) -> int:
+        return self._number
+
+    def _next(self, rank: int) -> Future[R] | None:
+        with self._lock:
+            if rank >= len(self._answered) or self._answered[rank]:
+                return None
+            self._answered[rank] = True
+            future = self.futures[self._arrived]
+            self._arrived += 1
+            if self._arrived == len(self.futures):
+                self._runtime.ports.pop(self._number, None)
+        return future
+
+    def deliver(self, envelope: Envelope) -> None:
+        future = self._next(envelope.rank)
+        if future is not None:
+            future._complete(lambda: decode_value(envelope, self._members.call_text))
+
+    def bounced(self, envelope: Envelope, down: Down) -> None:
+        future = self._next(envelope.rank)
+        if future is not None:
+            future._fail(self._members.error(envelope.rank, down))
+
+    def proc_gone(self, key: int, down: Down) -> None:
+        for rank, each in enumerate(self._members.keys):
+            if each == key:
+                future = self._next(rank)
+                if future is not None:
+                    future._fail(self._members.error(rank, down))

@@ -1,0 +1,227 @@
+"""Meshes of processes: where actors are spawned."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+
+from monarch.core import codec
+from monarch.core.envelope import Envelope, Kind
+from monarch.core.future import Future
+from monarch.core.ids import ProcId, new_number
+from monarch.errors import ActorError, SupervisionError
+from monarch.mesh.actor import Actor, class_of
+from monarch.mesh.actor_mesh import ActorMesh, describe_member
+from monarch.mesh.agent import SpawnInfo
+from monarch.mesh.context import context
+from monarch.mesh.ownership import OwnedActors, OwnedProcs, joined
+from monarch.mesh.shape import Region
+from monarch.mesh.view import MeshView, overridable
+
+if TYPE_CHECKING:
+    from monarch.mesh.host_mesh import HostMesh
+
+A = TypeVar("A", bound=Actor)
+
+_spawn_callbacks: list[Callable[[ProcMesh], None]] = []
+
+
+def register_proc_mesh_spawn_callback(callback: Callable[[ProcMesh], None]) -> None:
+    """Call `callback(mesh)` at every spawn of processes by this one."""
+    _spawn_callbacks.append(callback)
+
+
+def unregister_proc_mesh_spawn_callback(callback: Callable[[ProcMesh], None]) -> None:
+    """Raises: ValueError when it is not registered."""
+    _spawn_callbacks.remove(callback)
+
+
+class ProcMesh(MeshView):
+    """Processes, by named dimensions: those of their hosts, then those within a host."""
+
+    def __init__(
+        self,
+        name: str,
+        procs: Sequence[ProcId],
+        region: Region,
+        owned: OwnedProcs | None = None,
+        setup: ActorMesh[Any] | None = None,
+    ) -> None:
+        self._name = name
+        self._procs = procs  # [position in the view]
+        self._region = region
+        self._owned = owned
+        self._setup = setup
+
+    def _with_region(self, region: Region) -> ProcMesh:
+        positions = self._region._slice
+        setup = None if self._setup is None else self._setup._with_region(region)
+        return ProcMesh(self._name, [self._procs[positions.index(base)] for base in region._slice], region, None, setup)
+
+    def _member(self, position: int) -> ProcMesh:
+        """One process, as a mesh of no dimensions."""
+        base = self._region._slice[position]
+        return self._with_region(Region((), type(self._region._slice)(base, (), ())))
+
+    # ---- actors
+
+    def spawn(self, name: str, Class: type[A], *args: Any, **kwargs: Any) -> A:
+        """One actor of `Class` in each process, constructed there with these arguments. Returns at once.
+
+        Messages may be sent at once; they wait for the constructor. The current actor becomes the owner.
+
+        Raises:
+            ValueError: `Class` is no subclass of Actor, or has sync and async endpoints where that is forbidden.
+            TypeError: the arguments do not fit its constructor.
+            RuntimeError: this mesh has been stopped.
+        """
+        if not (isinstance(Class, type) and issubclass(Class, Actor)):
+            raise ValueError(f"spawn needs a subclass of Actor, not {Class!r}")
+        self._refuse_stopped()
+        known = class_of(Class)
+        known.check_kinds()
+        known.check_arguments(args, kwargs)
+        return cast(A, self._spawn(name, Class, args, kwargs))
+
+    def _spawn(
+        self, name: str, cls: type[Any], args: Any, kwargs: Any, number: int = 0, opens_gate: bool = False
+    ) -> ActorMesh[Any]:
+        owner = context().actor_instance
+        runtime = owner.proc_runtime
+        number = number or new_number()
+        class_name = class_of(cls).name
+        region = Region(self._region.labels, type(self._region._slice).new_row_major(self._region._slice._sizes))
+        members = ProcMesh(self._name, tuple(self._procs), region)
+        info = SpawnInfo(name, class_name, members, owner.actor_id, owner.record, opens_gate)
+        parts = [*codec.encode(info), *codec.encode_call((cls, *args), kwargs)]
+        whole = region
+        books = runtime.books  # type: ignore[attr-defined]
+        owned = OwnedActors(
+            owner, books, number, name, self._procs, lambda base: describe_member(class_name, name, whole, base)
+        )
+        owner.owned[number] = books.actors[number] = owned
+        books.owners.setdefault(owner.actor_id.number, owner)
+        source = owner.actor_id.number
+        for rank, proc in enumerate(self._procs):
+            runtime.send(Envelope(Kind.SPAWN, proc.key, number, 0, runtime.key, source, list(parts), 0, rank), proc)
+        return ActorMesh(number, name, cls, class_name, self._procs, whole, whole, owned)
+
+    # ---- life
+
+    def _refuse_stopped(self) -> None:
+        if self._owned is not None and self._owned.stopping is not None:
+            raise RuntimeError(f"`ProcMesh` has already been stopped: {self._name!r}, {self._owned.stopping}")
+
+    @overridable
+    def initialized(self) -> Future[bool]:
+        """Resolves to True when every process is up and its bootstrap function is through.
+
+        Raises (the future): ActorError, when that raised; SupervisionError, when a process could not start.
+        """
+        self._refuse_stopped()
+        runtime = context().actor_instance.proc_runtime
+        by_host: dict[ProcId, list[int]] = {}
+        for proc in self._procs:
+            by_host.setdefault(proc.keeper or proc, []).append(proc.key)
+        asked: list[Future[Any]] = [runtime.request(host, "await_up", keys) for host, keys in by_host.items()]
+        if self._setup is not None:
+            asked.append(self._setup.run_result.call())
+        all_up = joined(runtime, asked)
+        result: Future[bool] = Future._pending(runtime.driver, lambda: f"the start of process mesh {self._name!r}")
+
+        def check() -> bool:
+            for answer in asked:
+                try:
+                    said = answer.get(0)
+                except (ActorError, SupervisionError):
+                    raise
+                if isinstance(said, tuple) and said and said[0] == "down":
+                    raise SupervisionError(f"error spawning proc mesh {self._name!r}: {said[1]}")
+            return True
+
+        all_up._on_done(lambda: result._complete(check))
+        return result
+
+    def stop(self, reason: str = "stopped by client") -> Future[None]:
+        """Stop all actors gracefully, then the processes; resolves when every process is gone.
+
+        Raises:
+            ValueError: this is a view or a reference; only what `spawn_procs` returned can be stopped.
+        """
+        if self._owned is None:
+            raise ValueError(
+                f"ProcMesh is not owned; must be stopped by an owner: {self._name!r} is a view or a reference"
+            )
+        return self._owned.stop(reason)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await ProcMesh.stop(self)
+
+    @property
+    def host_mesh(self) -> HostMesh:
+        """The host of this process.
+
+        Raises:
+            NotImplementedError: the mesh has not exactly one process.
+        """
+        from monarch.mesh.host_mesh import HostMesh
+
+        if len(self._procs) != 1:
+            raise NotImplementedError(f"host_mesh works on a single process, and {self._name!r} has {len(self._procs)}")
+        (proc,) = self._procs
+        return HostMesh._of_host(proc.keeper or proc)
+
+    # ---- later
+
+    def activate(self) -> Any:
+        raise NotImplementedError("distributed tensors are planned; this version has no tensor engine")
+
+    def rank_tensor(self, dim: str) -> Any:
+        raise NotImplementedError("distributed tensors are planned; this version has no tensor engine")
+
+    def rank_tensors(self) -> Any:
+        raise NotImplementedError("distributed tensors are planned; this version has no tensor engine")
+
+    async def logging_option(
+        self, stream_to_client: bool = False, aggregate_window_sec: int | None = None, level: int = logging.INFO
+    ) -> None:
+        """How what the processes print reaches the client. In this version they write to its stdout and stderr
+        themselves, so that there is nothing to forward."""
+        if not 0 <= level <= 255:
+            raise ValueError(f"level is {level}; it must be from 0 to 255")
+        if stream_to_client:
+            import warnings
+
+            warnings.warn("log forwarding is not enabled; processes write to the client's output", stacklevel=2)
+
+    async def sync_workspace(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError("sync_workspace is a method of HostMesh")
+
+    def to_table(self) -> str:
+        """The processes, one a line: rank, coordinates, id."""
+        rows = [("rank", "point", "process")]
+        for position, base in enumerate(self._region._slice):
+            point = self._region.point_of_base_rank(base)
+            rows.append((str(base), str(point), str(self._procs[position].uid)))
+        widths = [max(len(row[column]) for row in rows) for column in range(3)]
+        return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
+
+    # ---- references
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ProcMesh, (self._name, tuple(self._procs), self._region)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ProcMesh):
+            return NotImplemented
+        return list(self._procs) == list(other._procs) and self._region == other._region
+
+    def __hash__(self) -> int:
+        return hash((tuple(self._procs), self._region))
+
+    def __repr__(self) -> str:
+        return f"<ProcMesh {self._name!r} {dict(self._region.extent)}>"

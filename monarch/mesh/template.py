@@ -1,0 +1,413 @@
+"""The template process: it forks the processes of one launcher, watches over them, and outlives its driver by a moment.
+
+A fresh interpreter with its imports costs 20 to 300 times what a fork does. So the launcher's process (the *driver*)
+execs one template, which imports what its children will need, never starts a thread, and then does three things in one
+loop: it forks children on request, reports their ends, and sees to it that nothing outlives the driver.
+
+**States.** `LOADING` imports the modules to preload; requests wait in the socket; a timer looks whether the driver is
+still there. `SERVING` forks and reports. `ENDING` (asked by the driver) has sent SIGTERM to every child and forks no
+more. `KILLING` sends SIGKILL to all that is left. From ENDING and KILLING the template exits once it has no child left.
+
+    LOADING ──► SERVING ──"end"──► ENDING ──time is up──► KILLING
+                   └──────── driver gone (also in ENDING) ────┘
+
+**The driver is gone** when its pidfd is readable or the socket ends. Both are watched: a forked copy of the driver
+keeps the socket open, and a driver that execs keeps its pid.
+
+**Who belongs to whom.** The template leads a session of its own, so that neither Ctrl-C nor the hang-up of a terminal
+reaches anything but the driver, and no child has a controlling terminal to be stopped by. Each child leads a process
+group in that session, and dies with the template (parent-death signal). The template and each child are subreapers:
+what a child's descendants leave behind stays below the child while it lives (a process that has made itself a daemon
+there is the child's zombie when it ends), and comes up here when the child is dead. Hence every process below the
+template which it did not start is the orphan of a dead child, whatever session it made for itself, and is killed.
+
+**Becoming a child.** All signals but SIGCHLD and faults are blocked in the template, so that a fork misses none before
+it has its own handlers. The child's work is *returned* out of the loop, up to the last line of the interpreter's main
+module, so that the process ends as every Python program does. A child with a command of its own execs it instead; its
+standard error passes through a pipe, so that the last words of one that never came up can be told.
+
+**Requests** are small (`wire`). What is large or secret (environment, payload) is in a memory file that travels as a
+descriptor; the template itself never reads it, only the child that it is for does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import fcntl
+import gc
+import importlib
+import json
+import os
+import resource
+import select
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from attrs import define, field
+
+from monarch.core import linux
+from monarch.mesh.bootstrap import Job
+from monarch.mesh.forked import Birth, become, close_all_but, thread_setter
+from monarch.mesh.tee import Tee
+from monarch.mesh.wire import Lost, Message, Wire, close_all, explain
+
+SOCKET_FD: Final = 3
+DRIVER_FD: Final = 4
+SETUP_FD: Final = 5
+
+# What a fresh interpreter runs first: it must not import a single file before `sys.path` is the driver's.
+START: Final = f"""\
+import sys
+sys.path[:] = [p for p in sys.path if p]
+import json
+with open({SETUP_FD}) as f: setup = json.load(f)
+sys.path[:] = setup["path"]
+from monarch.mesh.template import main
+main(setup)
+"""
+
+_KILL_LIMIT_S: Final = 10.0  # then the template gives up on what SIGKILL does not end (stuck in the kernel)
+_FAULTS: Final = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP}
+
+
+@define(eq=False)
+class _Batch:
+    """Children asked for in one message. They share the descriptors, which are closed after the last fork."""
+
+    fds: list[int]  # memory file, directory, standard output, standard error
+    common: int  # size of the facts that all share, at the start of the memory file
+    left: int
+
+    def done_with_one(self) -> None:
+        self.left -= 1
+        if not self.left:
+            close_all(self.fds)
+
+
+@define(eq=False)
+class _Child:
+    id: int
+    execs: bool
+    at: int  # where in the memory of its batch: facts, then payload
+    facts: int
+    payload: int
+    pid: int = 0
+    tee: Tee | None = None
+
+
+class _State(enum.Enum):
+    SERVING = enum.auto()
+    ENDING = enum.auto()
+    KILLING = enum.auto()
+
+
+@define(eq=False)
+class Template:
+    """The loop of the template process, from SERVING on."""
+
+    wire: Wire
+    driver: int | None  # pidfd
+    library_fds: frozenset[int]
+    set_threads: Callable[[dict[str, str]], None]
+    wake: int  # readable after SIGCHLD
+    reports: tuple[int, int]  # a pipe on which children say why they could not become what they should
+    pid: int = field(factory=os.getpid)
+    state: _State = _State.SERVING
+    deadline_s: float = 0.0
+    children: dict[int, _Child] = field(factory=dict)  # by pid
+    todo: deque[tuple[_Batch, _Child]] = field(factory=deque)
+    tees: list[Tee] = field(factory=list)
+    started: list[tuple[int, int]] = field(factory=list)
+    failures: dict[int, str] = field(factory=dict)  # by pid: what a child has said about itself
+    childless: bool = True
+
+    def serve(self) -> Job | None:
+        """Run until the end. Returns a Job in each child that was forked, None in the template when all is over."""
+        while True:
+            if self.started and (len(self.started) >= 16 or not self.todo):
+                self.wire.send({"op": "started", "children": self.started})
+                self.started = []
+            self.wire.flush()
+            if self._over():
+                return None
+            self._wait()
+            self._reap()
+            for message, fds in self.wire.receive():
+                self._handle(message, fds)
+            if self.wire.closed:
+                self._kill_all()
+            if self.todo and self.state is _State.SERVING:
+                job = self._fork(*self.todo.popleft())
+                if job is not None:
+                    return job
+
+    def _over(self) -> bool:
+        if self.state is _State.SERVING:
+            return False
+        if time.monotonic() >= self.deadline_s:
+            if self.state is _State.KILLING:
+                return True
+            self._kill_all()
+        if self.children or not self.childless:
+            if self.state is _State.KILLING:
+                self._kill_orphans()
+            return False
+        last_words = self.state is _State.ENDING and any(t.waiting for t in self.tees)
+        return self.wire.closed or not (self.wire.pending or last_words)
+
+    def _wait(self) -> None:
+        """Sleep until there is something to do."""
+        poll = select.poll()
+        if not self.wire.closed:
+            poll.register(self.wire.fileno(), select.POLLIN | (select.POLLOUT if self.wire.pending else 0))
+        if self.driver is not None:
+            poll.register(self.driver, select.POLLIN)
+        poll.register(self.wake, select.POLLIN)
+        for tee in self.tees:
+            if tee.waiting:
+                poll.register(tee.sink, select.POLLOUT)
+            elif tee.source is not None:
+                poll.register(tee.source, select.POLLIN)
+        if self.todo and self.state is _State.SERVING:
+            timeout_ms = 0.0
+        elif self.state is _State.SERVING:
+            timeout_ms = -1.0
+        else:
+            timeout_ms = min(50.0, max(0.0, (self.deadline_s - time.monotonic()) * 1000 + 1))
+        ready = {fd for fd, _ in poll.poll(timeout_ms)}
+        if self.driver in ready and self.driver is not None:
+            os.close(self.driver)
+            self.driver = None
+            self._kill_all()
+        for tee in self.tees:
+            if tee.source in ready:
+                tee.read()
+            tee.write()
+        for tee in [t for t in self.tees if t.source is None and not t.waiting]:
+            self.tees.remove(tee)
+            os.close(tee.sink)
+
+    # -- requests
+
+    def _handle(self, message: Message, fds: list[int] | Lost) -> None:
+        match message["op"]:
+            case "launch":
+                children = [_Child(*c) for c in message["children"]]
+                if isinstance(fds, Lost) or self.state is not _State.SERVING:
+                    close_all(fds if isinstance(fds, list) else ())
+                    why = explain(fds, "cannot take over descriptors") if isinstance(fds, Lost) else "is ending"
+                    for child in children:
+                        self._report_end(child, error=f"the template process {why}")
+                    return
+                batch = _Batch(fds, message["common"], len(children))
+                self.todo.extend((batch, c) for c in children)
+            case "kill":
+                self._kill(message["id"], message["signal"], message["group"])
+            case "end":
+                self._abandon_todo()
+                self.state, self.deadline_s = _State.ENDING, time.monotonic() + message["grace_s"]
+                for pid in self.children:
+                    _kill(pid, signal.SIGTERM)
+                self._reap()
+
+    def _kill(self, id: int, signum: int, group: bool) -> None:
+        for batch, child in self.todo:
+            if child.id == id:
+                self.todo.remove((batch, child))
+                batch.done_with_one()
+                self._report_end(child, signum=signum)
+                return
+        for child in self.children.values():
+            if child.id == id:
+                _kill(child.pid, signum)
+                if group:
+                    _kill(-child.pid, signum)
+
+    def _abandon_todo(self) -> None:
+        for batch, child in self.todo:
+            batch.done_with_one()
+            self._report_end(child, error="the launcher was closed before the process could be forked")
+        self.todo.clear()
+
+    # -- ends
+
+    def _kill_all(self) -> None:
+        """The last state. Everything that this process started, and everything below it, ends now."""
+        if self.state is not _State.KILLING:
+            self.state, self.deadline_s = _State.KILLING, time.monotonic() + _KILL_LIMIT_S
+            self._abandon_todo()
+        for pid in self.children:
+            _kill(-pid, signal.SIGKILL)
+            _kill(pid, signal.SIGKILL)
+        self._kill_orphans()
+        self._reap()
+
+    def _kill_orphans(self) -> None:
+        for pid in linux.children_of(self.pid):
+            if pid not in self.children:
+                _kill(pid, signal.SIGKILL)
+
+    def _reap(self) -> None:
+        """Collect whoever has ended: kill what it leaves behind, then report it."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self.wake, 4096)
+        ended = False
+        try:
+            while pid := _next_dead():
+                ended = True
+                child = self.children.pop(pid, None)
+                if child is not None:
+                    _kill(-pid, signal.SIGKILL)  # before it is reaped: until then nobody else can have this number
+                status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                if child is not None:
+                    self._read_reports()
+                    tail = child.tee.finish() if child.tee is not None else ""
+                    self._report_end(child, code=status, signum=-status, error=self.failures.pop(pid, None), tail=tail)
+            self.childless = False
+        except ChildProcessError:
+            self.childless = True
+        if ended:
+            self._kill_orphans()
+
+    def _report_end(
+        self, child: _Child, *, code: int = 0, signum: int = 0, error: str | None = None, tail: str = ""
+    ) -> None:
+        if self.started:
+            self.wire.send({"op": "started", "children": self.started})
+            self.started = []
+        end = {"code": code if signum <= 0 else None, "signal": signum if signum > 0 else None}
+        self.wire.send({"op": "ended", "id": child.id, "pid": child.pid or None, **end, "error": error, "tail": tail})
+
+    def _read_reports(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            for line in os.read(self.reports[0], 1 << 16).splitlines():
+                pid, text = json.loads(line)
+                self.failures[pid] = text
+
+    # -- forks
+
+    def _fork(self, batch: _Batch, child: _Child) -> Job | None:
+        """Start one child. Returns its job in the child, None here."""
+        pipe: tuple[int, ...] = ()
+        sink = -1
+        try:
+            if child.execs:
+                sink = fcntl.fcntl(batch.fds[3], fcntl.F_DUPFD_CLOEXEC, 0)
+                pipe = os.pipe()
+                os.set_blocking(pipe[0], False)
+            pid = os.fork()
+        except OSError as e:
+            close_all([*pipe, *([sink] if sink >= 0 else [])])
+            batch.done_with_one()
+            self._report_end(child, error=explain(e, "the template process cannot fork"))
+            return None
+        if pid == 0:
+            self.wire.disown()
+            return become(
+                Birth(
+                    template=self.pid,
+                    memory=batch.fds[0],
+                    directory=batch.fds[1],
+                    stdout=batch.fds[2],
+                    stderr=pipe[1] if pipe else batch.fds[3],
+                    reports=self.reports[1],
+                    library_fds=self.library_fds,
+                    common=batch.common,
+                    at=child.at,
+                    facts=child.facts,
+                    payload=child.payload,
+                    set_threads=self.set_threads,
+                )
+            )
+        with contextlib.suppress(OSError):
+            os.setpgid(pid, pid)  # the child does so too: whoever comes first
+        if pipe:
+            os.close(pipe[1])
+            child.tee = Tee(pipe[0], sink)
+            self.tees.append(child.tee)
+        child.pid, self.childless = pid, False
+        self.children[pid] = child
+        self.started.append((child.id, pid))
+        batch.done_with_one()
+        return None
+
+
+def _next_dead() -> int:
+    """The pid of a child that has ended and is not reaped, 0 if there is none.
+
+    Raises:
+        ChildProcessError: there are no children at all.
+    """
+    found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    return found.si_pid if found is not None else 0
+
+
+def _kill(pid: int, signum: int) -> None:
+    with contextlib.suppress(OSError):
+        os.kill(pid, signum)
+
+
+def _load(modules: Sequence[str], driver_pid: int) -> None:
+    """Import what children will need. What cannot be imported is left to the child that wants it, to fail there."""
+
+    def look(*_: object) -> None:
+        if os.getppid() != driver_pid:
+            os._exit(0)
+
+    signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, 0.25, 0.25)
+    gc.disable()
+    for name in modules:
+        with contextlib.suppress(BaseException):
+            importlib.import_module(name)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    gc.collect()
+    gc.freeze()
+
+
+def main(setup: Message) -> None:
+    """Be the template that `setup` describes, or, in a child, do its work and return at its end."""
+    close_all_but({SOCKET_FD, *([DRIVER_FD] if setup["pidfd"] else [])})
+    with contextlib.suppress(OSError):
+        os.setsid()
+    linux.set_child_subreaper()
+    linux.set_process_title(f"monarch: template of {setup['driver']}")
+    with contextlib.suppress(OSError, ValueError):
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    before = _open_fds()
+    _load(setup["preload"], setup["driver"])
+    library_fds = frozenset(_open_fds() - before)
+
+    wake, wake_by = os.pipe()
+    reports = os.pipe()
+    for fd in (wake, wake_by, reports[0]):
+        os.set_blocking(fd, False)
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _FAULTS - {signal.SIGCHLD})
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake_by, warn_on_full_buffer=False)
+
+    wire = Wire(SOCKET_FD)
+    wire.send({"op": "ready", "threads": linux.thread_count()})
+    driver = DRIVER_FD if setup["pidfd"] else None
+    for fd in (SOCKET_FD, *([driver] if driver is not None else [])):
+        os.set_inheritable(fd, False)
+    job = Template(wire, driver, library_fds, thread_setter(), wake, reports).serve()
+    if job is None:
+        os._exit(0)
+    job.run()
+
+
+def _open_fds() -> set[int]:
+    found: set[int] = set()
+    with contextlib.suppress(OSError):
+        for fd in map(int, os.listdir("/proc/self/fd")):
+            with contextlib.suppress(OSError):  # the one that listed them is closed by now
+                os.fstat(fd)
+                found.add(fd)
+    return found

@@ -1,0 +1,128 @@
+"""What a transport is: links that carry frames between two processes. It knows bytes and URLs, and no actors.
+
+A transport offers `listen` and `dial`; both give `Link`s, and only after the peer proved that it knows the job's
+secret (`transports.auth`). Nothing a link does blocks, but `close`; whoever holds a link drives it, one thread at a
+time for receiving and one at a time for sending (the two may be different threads).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from attrs import define
+
+Buffer = bytes | bytearray | memoryview
+"""Contiguous bytes. `memoryview`s are one-dimensional, of format B."""
+
+Frame = list[Buffer]
+"""What a link delivers whole: the buffers (parts) it was gathered from, with their edges kept."""
+
+
+@define(frozen=True)
+class Viability:
+    """Whether a transport can work on this machine, and why not."""
+
+    ok: bool
+    reason: str = ""
+
+
+class Link(Protocol):
+    """An ordered, lossless, two-way stream of frames between two processes."""
+
+    @property
+    def peer(self) -> str:
+        """Where the other side is, for people: a URL or a description."""
+        ...
+
+    @property
+    def blocked(self) -> bool:
+        """True after `send_nowait` or `flush_nowait` left something for which there was no room. While it is true,
+        whoever polls `fileno()` asks for writability too, and calls `flush_nowait` whenever the descriptor is signalled
+        in any way: some links are signalled as writable, others as readable, when there is room again."""
+        ...
+
+    def send_nowait(self, frames: Sequence[Sequence[Buffer]]) -> int:
+        """Take as many whole frames, in order, as there is room for, and return how many were taken.
+
+        A taken frame may be sent in pieces later, from `flush_nowait`; its buffers belong to the link until then and
+        must not change. Frames taken in one call travel together where the transport gains by it.
+
+        Raises:
+            LinkSevered, LinkClosed: nobody will receive what has not been taken, and maybe not what has.
+        """
+        ...
+
+    def flush_nowait(self) -> bool:
+        """Go on with frames taken before. True when none is left in this link."""
+        ...
+
+    def recv_nowait(self) -> list[Frame]:
+        """All frames that have arrived whole, oldest first; an empty list when there are none.
+
+        The receiver owns the buffers. A part of 64 KiB or more is writable memory that nothing else refers to.
+
+        Raises:
+            LinkClosed: the peer closed, and all its frames have been returned by earlier calls.
+            LinkSevered: the connection broke, likewise.
+            RemoteProtocolError: the peer sent what no frame of ours looks like, likewise; abort the link.
+        """
+        ...
+
+    def fileno(self) -> int:
+        """A descriptor for epoll; it stays the same. Readable when `recv_nowait` or `flush_nowait` has work."""
+        ...
+
+    def close(self, timeout_s: float = 5.0) -> bool:
+        """Deliver what was taken, say goodbye, and end. Blocks up to `timeout_s`; False when it had to give up."""
+        ...
+
+    def abort(self) -> None:
+        """End at once; what is in flight is lost and the peer sees a severed link."""
+        ...
+
+
+class Listener(Protocol):
+    """Accepts links at an address. Newcomers are authenticated inside; a stranger never becomes a link."""
+
+    @property
+    def url(self) -> str:
+        """The address to dial, complete: a port 0 or an empty name that was asked for is filled in."""
+        ...
+
+    def fileno(self) -> int:
+        """A descriptor for epoll, readable when `accept_nowait` has work (progress of a handshake counts)."""
+        ...
+
+    def accept_nowait(self) -> list[Link]:
+        """Go on with all handshakes, and return the links that became ready."""
+        ...
+
+    def close(self) -> None:
+        """Accept no more, drop unfinished handshakes, and remove what the listener left in the file system."""
+        ...
+
+
+class Transport(Protocol):
+    """A way to connect two processes."""
+
+    @property
+    def scheme(self) -> str: ...
+
+    def viability(self) -> Viability:
+        """Can it work on this machine?"""
+        ...
+
+    def listen(self, url: str, secret: bytes) -> Listener:
+        """Raises: NotViable; OSError with the address in it."""
+        ...
+
+    def dial(self, url: str, secret: bytes, timeout_s: float) -> Link:
+        """Connect and authenticate, blocking. Thread-safe.
+
+        Raises:
+            ConnectionRefusedError: nobody listens there. On one host that is proof that the listener is gone.
+            AuthenticationError: somebody else listens there.
+            TransportError, TimeoutError: it did not work; the text has the address.
+        """
+        ...

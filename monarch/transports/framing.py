@@ -1,0 +1,236 @@
+"""Frames on a byte stream, sans-IO. Decides how edges are kept; leaves sockets to `stream` and `tcp`.
+
+On the wire a frame is the number of its parts (u32), the size of each part (u64), then the parts, all in network
+order. Empty frames and empty parts are legal. The last thing on a stream that ends on purpose is `GOODBYE`; a stream
+that ends without it was severed, even between two frames: that is what the death of a process looks like.
+
+The decoder is fed what arrived. While a part of `BIG_BYTES` or more is being received, `get_buffer` offers the rest of
+its own memory, so that the socket writes there and the part is copied once, by the kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from struct import Struct
+from typing import Final
+
+from attrs import define, field
+
+from monarch.errors import RemoteProtocolError
+from monarch.transports.base import Buffer, Frame
+
+BIG_BYTES: Final = 64 << 10
+"""From here on a part gets memory of its own, which the receiver may write to."""
+
+MAX_PARTS: Final = 1 << 20
+
+COUNT: Final = Struct("!I")
+
+MARKER: Final = bytes.fromhex("b5a14d0e7c52f398 1e6b9d3fc0728a45")
+"""The last bytes of a stream that ended on purpose. A closing side discards what still arrives and only looks for
+this tail; that a payload ends in it at the very moment its sender dies is taken to be impossible."""
+
+GOODBYE_COUNT: Final = 0xFFFFFFFF
+GOODBYE: Final = COUNT.pack(GOODBYE_COUNT) + MARKER
+
+JOIN_BELOW_BYTES: Final = 8 << 10
+"""Smaller buffers are joined before they go to the kernel: one copy of a few bytes costs less than one more entry in
+the gather list."""
+
+
+@lru_cache(maxsize=256)
+def header(part_count: int) -> Struct:
+    """The layout of the head of a frame: count, then sizes. Cached: building a Struct costs more than packing it."""
+    return Struct(f"!I{part_count}Q")
+
+
+def encode(parts: Sequence[Buffer]) -> list[Buffer]:
+    """One frame as the buffers to send, in order; the parts are not copied."""
+    count = len(parts)
+    return [header(count).pack(count, *map(len, parts)), *parts]
+
+
+def encode_joined(frames: Iterable[Sequence[Buffer]]) -> list[Buffer]:
+    """Frames as buffers to send: small neighbours are joined, buffers from `JOIN_BELOW_BYTES` on are left uncopied."""
+    out: list[Buffer] = []
+    small: list[Buffer] = []
+    for parts in frames:
+        count = len(parts)
+        sizes = list(map(len, parts))
+        small.append(header(count).pack(count, *sizes))
+        if count and max(sizes) >= JOIN_BELOW_BYTES:
+            for part in parts:
+                if len(part) < JOIN_BELOW_BYTES:
+                    small.append(part)
+                else:
+                    if small:
+                        out.append(small[0] if len(small) == 1 else b"".join(small))
+                        small = []
+                    out.append(part)
+        else:
+            small += parts
+    if small:
+        out.append(small[0] if len(small) == 1 else b"".join(small))
+    return out
+
+
+@define(eq=False)
+class FrameDecoder:
+    """Cuts a byte stream back into frames, however the bytes arrive.
+
+    While `max_frame_bytes` is set, the peer is a stranger: no memory is reserved on its word, and it holds at most that
+    much of ours. After, it is trusted with the memory of what it announces.
+    """
+
+    max_frame_bytes: int | None = None
+    goodbye: bool = field(default=False, init=False)
+    """The peer ended the stream on purpose."""
+    broken: RemoteProtocolError | None = field(default=None, init=False)
+    """What was wrong behind the frames that the last call returned."""
+    pending: bytes = field(default=b"", init=False)
+    """The start of something that is not whole yet."""
+    _sizes: tuple[int, ...] = field(default=(), init=False)  # of the frame that has begun
+    _parts: Frame | None = field(default=None, init=False)  # its parts so far; None between frames
+    _filling: memoryview | None = field(default=None, init=False)  # the big part on its way
+    _filled_bytes: int = field(default=0, init=False)
+
+    @property
+    def is_between_frames(self) -> bool:
+        return self._parts is None and not self.pending
+
+    def get_buffer(self) -> memoryview | None:
+        """Where the next bytes belong, or None if they are to be fed. What was written there is told to `advance`."""
+        return None if self._filling is None else self._filling[self._filled_bytes :]
+
+    def advance(self, size_bytes: int) -> list[Frame]:
+        """`size_bytes` were written to the start of `get_buffer()`. Returns the frames this completes: none or one."""
+        assert self._filling is not None
+        self._filled_bytes += size_bytes
+        if self._filled_bytes < len(self._filling):
+            return []
+        self._filling = None
+        frames: list[Frame] = []
+        self._decode(b"", 0, frames)
+        return frames
+
+    def feed(self, data: bytes) -> list[Frame]:
+        """Take `data` in and return the frames it completes, oldest first.
+
+        Raises:
+            RemoteProtocolError: no frame of ours looks like this; drop the link. Where good frames came first, they are
+                returned and the error is left in `broken`.
+        """
+        pos = 0
+        frames: list[Frame] = []
+        filling = self._filling
+        if filling is not None:
+            pos = min(len(data), len(filling) - self._filled_bytes)
+            filling[self._filled_bytes : self._filled_bytes + pos] = data[:pos]
+            self._filled_bytes += pos
+            if self._filled_bytes < len(filling):
+                return frames
+            self._filling = None
+        elif self.pending:
+            data = self.pending + data
+            self.pending = b""
+        self._decode(data, pos, frames)
+        return frames
+
+    def _decode(self, data: bytes, pos: int, frames: list[Frame]) -> None:
+        try:
+            self._cut(data, pos, frames)
+        except RemoteProtocolError as error:
+            if not frames:
+                raise
+            self.broken = error
+
+    def _cut(self, data: bytes, pos: int, frames: list[Frame]) -> None:
+        end = len(data)
+        while True:
+            if self._parts is None:
+                # Whole small frames, the common case, are cut out here without touching the state.
+                if end - pos < 4:
+                    break
+                (count,) = COUNT.unpack_from(data, pos)
+                if count > MAX_PARTS:
+                    self._end(data, pos, count)
+                    break
+                body = pos + 4 + 8 * count
+                if self.max_frame_bytes is not None and body - pos > self.max_frame_bytes:
+                    raise RemoteProtocolError(f"a frame of {count} parts, limit {self.max_frame_bytes} bytes")
+                if end < body:
+                    break
+                sizes = header(count).unpack_from(data, pos)[1:]
+                total = sum(sizes)
+                if self.max_frame_bytes is not None and body - pos + total > self.max_frame_bytes:
+                    raise RemoteProtocolError(f"a frame of {total} bytes, limit {self.max_frame_bytes}")
+                if total < BIG_BYTES and end - body >= total:
+                    parts: Frame = []
+                    pos = body
+                    for size in sizes:
+                        parts.append(data[pos : pos + size])
+                        pos += size
+                    frames.append(parts)
+                    continue
+                self._sizes, self._parts, pos = sizes, [], body
+            pos = self._decode_parts(data, pos)
+            if len(self._parts) < len(self._sizes) or self._filling is not None:
+                break
+            frames.append(self._parts)
+            self._parts = None
+        if pos < end:
+            self.pending = data[pos:]
+
+    def _decode_parts(self, data: bytes, pos: int) -> int:
+        """Go on with the frame that has begun; returns how far it came."""
+        assert self._parts is not None
+        end = len(data)
+        for size in self._sizes[len(self._parts) :]:
+            if size < BIG_BYTES:
+                if end - pos < size:
+                    break
+                self._parts.append(data[pos : pos + size])
+                pos += size
+                continue
+            here = min(end - pos, size)
+            if here < size and self.max_frame_bytes is not None:
+                break  # a stranger's: wait in `pending`, which `max_frame_bytes` bounds
+            part = self._reserve(size)
+            part_view = memoryview(part)
+            part_view[:here] = memoryview(data)[pos : pos + here]
+            self._parts.append(part)
+            pos += here
+            if here < size:
+                self._filling, self._filled_bytes = part_view, here
+                break
+        return pos
+
+    @staticmethod
+    def _reserve(size_bytes: int) -> bytearray:
+        try:
+            return bytearray(size_bytes)
+        except (MemoryError, OverflowError) as error:
+            raise RemoteProtocolError(f"a part of {size_bytes} bytes does not fit into memory") from error
+
+    def _end(self, data: bytes, pos: int, count: int) -> None:
+        rest = data[pos : pos + len(GOODBYE)]
+        if count != GOODBYE_COUNT or not GOODBYE.startswith(rest):
+            raise RemoteProtocolError(f"a frame of {count} parts: this is not our protocol, or the stream lost bytes")
+        if len(data) - pos > len(GOODBYE):
+            raise RemoteProtocolError("data after the goodbye")
+        self.goodbye = len(rest) == len(GOODBYE)
+
+
+@define
+class Tail:
+    """Watches a stream that is discarded, and says whether it ended on purpose."""
+
+    _last: bytes = b""
+
+    def feed(self, data: bytes) -> None:
+        self._last = (self._last + data[-len(MARKER) :])[-len(MARKER) :]
+
+    @property
+    def is_goodbye(self) -> bool:
+        return self._last == MARKER

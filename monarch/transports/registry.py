@@ -1,0 +1,88 @@
+"""Which transport serves an address, and which one the processes of a host use among themselves. Decides by
+viability; leaves to the transports whether they are viable. A transport's module loads at its first use."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Final, cast
+
+from attrs import define
+
+from monarch.errors import NotViable
+from monarch.transports.base import Transport
+from monarch.transports.url import parse
+
+_MODULES: Final = {
+    "inproc": "monarch.transports.inproc",
+    "ipc": "monarch.transports.ipc",
+    "tcp": "monarch.transports.tcp",
+}
+
+_PLANNED: Final = {
+    "shm": "shared memory between the processes of a host is planned and not part of this release; use ipc or auto",
+    "ibverbs": "RDMA through libibverbs is planned and not part of this release; use tcp or auto",
+}
+
+_PREFERRED: Final = ("ipc", "tcp")
+"""What `auto` tries, fastest first."""
+
+CHOICES: Final = ("auto", *_MODULES, *_PLANNED)
+"""The values of `MONARCH_TRANSPORT`."""
+
+_cache: dict[str, Transport] = {}
+
+
+@define(frozen=True)
+class Choice:
+    """A transport, and in words why it was taken: log it once."""
+
+    transport: Transport
+    reason: str
+
+
+def get(scheme: str) -> Transport:
+    """The transport of a scheme: always the same object.
+
+    Raises:
+        NotViable: it is planned.
+        ValueError: there is no such scheme.
+    """
+    transport = _cache.get(scheme)
+    if transport is None:
+        if scheme in _PLANNED:
+            raise NotViable(f"transport {scheme!r}: {_PLANNED[scheme]}")
+        if scheme not in _MODULES:
+            raise ValueError(f"unknown transport {scheme!r}, expected one of {', '.join(_MODULES)}")
+        transport = _cache.setdefault(scheme, cast(Transport, import_module(_MODULES[scheme]).TRANSPORT))
+    return transport
+
+
+def for_url(url: str) -> Transport:
+    """The transport that serves an address. Raises what `get` and `url.parse` raise."""
+    return get(parse(url).scheme)
+
+
+def choose(name: str = "auto") -> Choice:
+    """The transport between processes of one host, for a value of `MONARCH_TRANSPORT`.
+
+    Raises:
+        NotViable: the transport that was asked for cannot work here; says why.
+        ValueError: there is no such choice.
+    """
+    if name not in CHOICES:
+        raise ValueError(f"unknown transport {name!r}, expected one of {', '.join(CHOICES)}")
+    if name != "auto":
+        transport = get(name)
+        viability = transport.viability()
+        if not viability.ok:
+            raise NotViable(f"transport {name!r} was asked for and cannot work here: {viability.reason}")
+        return Choice(transport, f"{name} was asked for")
+    refused: list[str] = []
+    for scheme in _PREFERRED:
+        transport = get(scheme)
+        viability = transport.viability()
+        if viability.ok:
+            why = "is the fastest one that works on this host"
+            return Choice(transport, "; ".join([f"{scheme} {why}", *refused]))
+        refused.append(f"{scheme} does not work here: {viability.reason}")
+    raise NotViable("no transport works on this host: " + "; ".join(refused))

@@ -1,0 +1,113 @@
+"""Addresses as text. Decides what a transport URL may look like, and leaves what it means to the transports.
+
+```
+tcp://host:port         IPv6 hosts in brackets; port 0 asks a listener to pick one
+ipc:///path/to/socket   a unix socket in the file system
+ipc://@name             a unix socket in Linux' abstract namespace; `ipc://` lets the listener pick a name
+inproc://name           inside this process; `inproc://` lets the listener pick a name
+ADVERTISE@BIND          two URLs: peers dial the first, the listener binds the second (behind a NAT, in a container)
+```
+"""
+
+from __future__ import annotations
+
+import re
+
+from attrs import define
+
+from monarch.errors import NotViable
+
+SCHEMES = ("inproc", "ipc", "tcp")
+
+_ALIAS = re.compile(r"@(?=[a-z][a-z0-9+-]*://)")
+_SCHEME = re.compile(r"([a-z][a-z0-9+-]*)://(.*)", re.DOTALL)
+
+
+@define(frozen=True)
+class Url:
+    """One parsed address. `host` and `port` are set for tcp, `name` for ipc and inproc."""
+
+    scheme: str
+    host: str = ""
+    port: int = 0
+    name: str = ""
+    bind: Url | None = None
+    """Where the listener binds, if that is not where peers dial."""
+
+    @property
+    def local(self) -> Url:
+        """The address to bind."""
+        return self.bind if self.bind is not None else self
+
+    @property
+    def is_abstract(self) -> bool:
+        """For ipc: the name is in the abstract namespace, no file belongs to it."""
+        return self.scheme == "ipc" and self.name.startswith("@")
+
+    def __str__(self) -> str:
+        if self.scheme == "tcp":
+            host = f"[{self.host}]" if ":" in self.host else self.host
+            text = f"tcp://{host}:{self.port}"
+        else:
+            text = f"{self.scheme}://{self.name}"
+        return text if self.bind is None else f"{text}@{self.bind}"
+
+
+def parse(text: str, scheme: str | None = None) -> Url:
+    """Read an address; with `scheme`, refuse one of another transport.
+
+    Raises:
+        ValueError: the text is no address; the message says what is wrong with it.
+        NotViable: the address is of a kind that cannot work here.
+    """
+    advertise, *rest = _ALIAS.split(text, maxsplit=1)
+    url = _parse_one(advertise, text)
+    if rest:
+        bind = _parse_one(rest[0], text)
+        if bind.scheme != url.scheme:
+            raise ValueError(f"{text!r}: both halves of an ADVERTISE@BIND address must have the same scheme")
+        url = Url(url.scheme, url.host, url.port, url.name, bind)
+    if scheme is not None and url.scheme != scheme:
+        raise ValueError(f"{text!r}: expected an address that starts with {scheme}://")
+    return url
+
+
+def _parse_one(text: str, whole: str) -> Url:
+    match = _SCHEME.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{whole!r} is no address: expected SCHEME://..., where SCHEME is one of {', '.join(SCHEMES)}")
+    scheme, rest = match.groups()
+    if scheme.startswith("metatls"):
+        raise NotViable(
+            f"{whole!r}: {scheme} needs certificates that only Meta's own machines have; use tcp://host:port, where "
+            "every connection proves knowledge of the job's secret"
+        )
+    if scheme == "tcp":
+        return _parse_tcp(rest, whole)
+    if scheme == "ipc":
+        if rest and not rest.startswith(("/", "@")):
+            raise ValueError(f"{whole!r}: after ipc:// comes an absolute path (ipc:///tmp/x) or @name")
+        if rest == "@":
+            raise ValueError(f"{whole!r}: the name after @ is missing; ipc:// alone lets the listener pick one")
+        if "\0" in rest:
+            raise ValueError(f"{whole!r}: a NUL byte cannot be part of an address")
+        return Url("ipc", name=rest)
+    if scheme == "inproc":
+        return Url("inproc", name=rest)
+    raise ValueError(f"{whole!r}: unknown scheme {scheme!r}, expected one of {', '.join(SCHEMES)}")
+
+
+def _parse_tcp(rest: str, whole: str) -> Url:
+    host, colon, port_text = rest.rpartition(":")
+    if not colon or not port_text.isascii() or not port_text.isdigit():
+        raise ValueError(f"{whole!r}: expected tcp://HOST:PORT with a decimal port")
+    port = int(port_text)
+    if port > 65535:
+        raise ValueError(f"{whole!r}: port {port} is above 65535")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        raise ValueError(f"{whole!r}: an IPv6 host goes in brackets, as in tcp://[::1]:80")
+    if not host or any(c.isspace() or c in "/[]" for c in host):
+        raise ValueError(f"{whole!r}: {host!r} is no host name")
+    return Url("tcp", host, port)

@@ -1,0 +1,37 @@
+"""What every test starts from: no setting of the person who runs the tests leaks in, and hardware decides skips.
+
+`MONARCH_TRANSPORT` is let through on purpose: `MONARCH_TRANSPORT=inproc pytest` runs the suite over that transport.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+
+_KEPT = {"MONARCH_TRANSPORT"}
+
+for _name in [name for name in os.environ if name.startswith("MONARCH_") and name not in _KEPT]:
+    del os.environ[_name]
+
+
+def _missing(marker: str) -> str | None:
+    """Why tests with this marker cannot run here, or None where they can."""
+    if marker == "torch":
+        return None if importlib.util.find_spec("torch") else "torch is not installed"
+    if marker == "rdma":
+        devices = os.listdir("/sys/class/infiniband") if os.path.isdir("/sys/class/infiniband") else []
+        return None if devices else "no RDMA device: /sys/class/infiniband is empty"
+    if marker == "gpu":
+        return None if os.path.exists("/dev/nvidiactl") else "no CUDA device: /dev/nvidiactl is missing"
+    raise ValueError(marker)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a device or a package that is not here, with the reason."""
+    reasons = {marker: _missing(marker) for marker in ("torch", "rdma", "gpu")}
+    for item in items:
+        for marker, reason in reasons.items():
+            if reason and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))

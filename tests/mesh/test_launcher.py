@@ -1,0 +1,766 @@
+"""Real processes: how they come up, what they inherit, how their ends are told, and that nothing outlives its owner."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from monarch.core import linux
+from monarch.mesh.bootstrap import BootstrapCommand, default_bootstrap_cmd
+from monarch.mesh.launcher import Child, Launcher
+from monarch.mesh.process import EXEC_PREFIXES, Exit, LaunchSpec
+from monarch.mesh.wire import explain
+
+pytestmark = pytest.mark.skipif(not linux.LINUX, reason="process guarding is written for Linux")
+
+LIMIT_S = 15.0
+ROOT = Path(__file__).parents[2]
+
+# The entry that all tests use: the payload is the program.
+ENTRY = "launched_code:run"
+ENTRY_SOURCE = """
+import json, os, sys
+def run(payload):
+    exec(compile(payload, "payload", "exec"), {"__name__": "payload"})
+def tell(path, what):  # whole or not at all
+    with open(path + ".part", "w") as f:
+        json.dump(what, f)
+    os.rename(path + ".part", path)
+def say(fifo, text):
+    fd = os.open(fifo, os.O_WRONLY)
+    os.write(fd, text.encode() + b"\\n")
+    os.close(fd)
+"""
+
+
+class Events:
+    """Lines that other processes write into a named pipe."""
+
+    def __init__(self, path: Path) -> None:
+        os.mkfifo(path)
+        self.path = str(path)
+        self.fd = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+        self.arrived = b""
+
+    def next(self) -> list[str]:
+        """The words of the next line."""
+        deadline_s = time.monotonic() + LIMIT_S
+        while b"\n" not in self.arrived:
+            ready, _, _ = select.select([self.fd], [], [], max(0.0, deadline_s - time.monotonic()))
+            assert ready, "no event in time"
+            self.arrived += os.read(self.fd, 4096)
+        line, _, self.arrived = self.arrived.partition(b"\n")
+        return line.decode().split()
+
+
+class Bench:
+    """A launcher with somebody who pumps it."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        self.folder = folder
+        self.launcher = Launcher(**options)
+        self.exits: list[tuple[str, Exit]] = []
+        self.names = 0
+
+    def start(self, code: str, env: dict[str, str] | None = None, command: BootstrapCommand | None = None) -> Child:
+        self.names += 1
+        name = f"test[{self.names}]"
+        full = dict(os.environ) if env is None else env
+        spec = LaunchSpec(name, ENTRY, textwrap.dedent(code).encode(), full, command)
+        return self.launcher.launch(spec, lambda e: self.exits.append((name, e)))
+
+    def until(self, met: Callable[[], Any], limit_s: float = LIMIT_S) -> None:
+        deadline_s = time.monotonic() + limit_s
+        while not met():
+            ready, _, _ = select.select([self.launcher], [], [], max(0.0, deadline_s - time.monotonic()))
+            assert ready, "the launcher had nothing to say in time"
+            self.launcher.pump()
+
+    def end_of(self, child: Child) -> Exit:
+        self.until(lambda: not child.alive)
+        (found,) = [e for name, e in self.exits if name == child.name]
+        assert found is child.exit
+        return found
+
+    def run(self, code: str, env: dict[str, str] | None = None, command: BootstrapCommand | None = None) -> Exit:
+        return self.end_of(self.start(code, env, command))
+
+    def told(self, code: str, env: dict[str, str] | None = None, command: BootstrapCommand | None = None) -> Any:
+        """What `code` gives to `tell`, run in a process of its own."""
+        path = self.folder / f"told{self.names}"
+        prelude = f"import os, sys, launched_code\ndef tell(what): launched_code.tell({str(path)!r}, what)\n"
+        end = self.run(prelude + textwrap.dedent(code), env, command)
+        assert (end.code, end.error) == (0, None), end.describe()
+        return json.loads(path.read_text())
+
+
+@pytest.fixture(scope="session")
+def code_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("code")
+    (folder / "launched_code.py").write_text(ENTRY_SOURCE)
+    return folder
+
+
+@pytest.fixture
+def entry_on_path(code_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(sys, "path", [*sys.path, str(code_folder)])
+    return code_folder
+
+
+@pytest.fixture
+def bench(tmp_path: Path, entry_on_path: Path) -> Iterator[Bench]:
+    before = set(linux.children_of(os.getpid()))
+    made = Bench(tmp_path)
+    yield made
+    made.launcher.close(2.0)
+    assert set(linux.children_of(os.getpid())) <= before, "processes or zombies are left"
+    names = [name for name, _ in made.exits]
+    assert len(names) == len(set(names)), "an end was told twice"
+
+
+@pytest.fixture
+def events(tmp_path: Path) -> Iterator[Events]:
+    made = Events(tmp_path / "events")
+    yield made
+    os.close(made.fd)
+
+
+def gone(pids: list[int], limit_s: float = 5.0) -> None:
+    """Wait until no process of `pids` runs, by their pidfds."""
+    deadline_s = time.monotonic() + limit_s
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            fd = os.pidfd_open(pid)
+            ready, _, _ = select.select([fd], [], [], max(0.0, deadline_s - time.monotonic()))
+            os.close(fd)
+            assert ready, f"process {pid} is still there: {Path(f'/proc/{pid}/cmdline').read_bytes()!r}"
+
+
+# -- how they end
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "text"),
+    [
+        ("pass", 0, "exited with code 0"),
+        ("raise SystemExit(3)", 3, "exited with non-zero code 3"),
+        ("1 / 0", 1, "exited with non-zero code 1"),
+    ],
+)
+def test_the_exit_code_is_told(bench: Bench, code: str, status: int, text: str) -> None:
+    end = bench.run(code)
+
+    assert (end.code, end.signal, end.started) == (status, None, True)
+    assert end.describe() == text
+
+
+def test_a_signal_is_told_with_the_usual_reason_for_9(bench: Bench) -> None:
+    killed = bench.run("import os; os.kill(os.getpid(), 9)")
+    hung_up = bench.run("import os; os.kill(os.getpid(), 1)")
+
+    assert (killed.code, killed.signal) == (None, 9)
+    assert killed.describe().startswith("Killed(sig=9)")
+    assert "out-of-memory killer" in killed.describe()
+    assert hung_up.describe() == "Killed(sig=1)"
+
+
+def test_a_kill_of_ours_needs_no_explanation_and_may_come_before_the_fork(bench: Bench) -> None:
+    child = bench.start("import signal; signal.pause()")
+    child.kill(signal.SIGKILL)
+
+    assert bench.end_of(child).describe() == "Killed(sig=9)"
+    child.kill()  # no effect on the dead
+
+
+def test_a_signal_right_after_the_fork_is_not_lost(bench: Bench) -> None:
+    children = [bench.start("import signal; signal.pause()") for _ in range(5)]
+    for child in children:
+        child.kill(signal.SIGTERM)
+
+    assert [bench.end_of(c).signal for c in children] == [15] * 5
+
+
+def test_an_exception_is_printed_without_frames_of_ours(bench: Bench, capfd: pytest.CaptureFixture[str]) -> None:
+    bench.run("def deep(): raise ValueError('see me')\ndeep()")
+
+    err = capfd.readouterr().err
+    assert err.startswith("Traceback") and "ValueError: see me" in err and "in deep" in err
+    assert "template.py" not in err and "bootstrap.py" not in err
+
+
+def test_a_process_ends_like_any_python_program(bench: Bench, capfd: pytest.CaptureFixture[str]) -> None:
+    """atexit functions run once, threads are waited for, output is flushed, and no resource warning is shown."""
+    code = """
+        import atexit, sys, threading
+        atexit.register(lambda: print("atexit"))
+        go = threading.Event()
+        threading.Thread(target=lambda: (go.wait(10), print("thread"))).start()
+        threading.Timer(0.01, go.set).start()
+        sys.stdout.write("no newline,")
+    """
+    end = bench.run(code)
+
+    assert end.code == 0
+    assert capfd.readouterr() == ("no newline,thread\natexit\n", "")
+
+
+def test_a_crash_in_native_code_shows_the_python_stack(bench: Bench, capfd: pytest.CaptureFixture[str]) -> None:
+    end = bench.run("def culprit():\n    import ctypes; ctypes.string_at(0)\nculprit()")
+
+    assert end.describe() == "Killed(sig=11)"
+    assert "in culprit" in capfd.readouterr().err
+
+
+def test_one_callback_that_raises_does_not_keep_others_from_their_news(bench: Bench) -> None:
+    def refuse(_: Exit) -> None:
+        raise ZeroDivisionError
+
+    spec = LaunchSpec("x", ENTRY, b"", dict(os.environ))
+    first = bench.launcher.launch(spec, refuse)
+    with pytest.raises(ZeroDivisionError):
+        bench.until(lambda: not first.alive)
+
+    assert bench.run("pass").code == 0
+
+
+# -- what they inherit
+
+
+def test_a_process_gets_what_its_spawner_has_at_that_moment(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.run("pass")  # the template is there, with what was so before
+    # What is read at exec stays, so that this one is forked.
+    only = {k: v for k, v in os.environ.items() if k.startswith(EXEC_PREFIXES)} | {"ONLY": "this", "TZ": "UTC-5"}
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(here)])
+    monkeypatch.setattr(sys, "argv", ["script.py", "--flag"])
+    mask = os.umask(0o027)
+    soft, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
+    try:
+        seen = bench.told(
+            """
+            import resource
+            mask = os.umask(0)
+            os.umask(mask)
+            tell([os.getcwd(), sys.path[-1], sys.argv, mask, resource.getrlimit(resource.RLIMIT_CORE)[0]])
+            """,
+            only,
+        )
+        env = bench.told("import time; tell([dict(os.environ), time.tzname])", only)
+    finally:
+        os.umask(mask)
+        resource.setrlimit(resource.RLIMIT_CORE, (soft, hard))
+
+    assert seen == [str(here), str(here), ["script.py", "--flag"], 0o027, 0]
+    assert env == [only, ["UTC", "UTC"]]
+    assert all(e.command is None for _, e in bench.exits)
+
+
+def test_a_directory_that_was_removed_is_no_obstacle(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = tmp_path / "lost"
+    lost.mkdir()
+    monkeypatch.chdir(lost)
+    lost.rmdir()
+
+    assert bench.run("pass").code == 0
+
+
+def test_output_goes_where_the_spawner_s_went_at_that_moment(bench: Bench, tmp_path: Path) -> None:
+    bench.run("pass")
+    saved = os.dup(1)
+    with open(tmp_path / "elsewhere", "w") as f:
+        os.dup2(f.fileno(), 1)
+        try:
+            child = bench.start("print('hello')")
+        finally:
+            os.dup2(saved, 1)
+            os.close(saved)
+    bench.end_of(child)
+
+    assert (tmp_path / "elsewhere").read_text() == "hello\n"
+
+
+def test_a_process_starts_clean(bench: Bench) -> None:
+    """Own process group, no open descriptors, default signals, an empty `__main__`, nothing of nng, one thread."""
+    code = """
+        import gc, signal
+        fds = sorted(int(n) for n in os.listdir("/proc/self/fd"))
+        fds = [n for n in fds if os.path.exists(f"/proc/self/fd/{n}")]
+        tell({
+            "fds": fds,
+            "leads": os.getpgrp() == os.getpid(),
+            "terminal": os.getsid(0) == os.getsid(os.getppid()),
+            "stdin": os.readlink("/proc/self/fd/0"),
+            "blocked": len(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+            "handlers": [signal.getsignal(n) == d for n, d in (
+                (signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL),
+                (signal.SIGPIPE, signal.SIG_IGN), (signal.SIGCHLD, signal.SIG_DFL), (signal.SIGALRM, signal.SIG_DFL))],
+            "main": [n for n in vars(sys.modules["__main__"]) if not n.startswith("__")],
+            "nng": [n for n in sys.modules if "nng" in n],
+            "threads": len(os.listdir("/proc/self/task")),
+            "gc": gc.isenabled(),
+            "title": open("/proc/self/cmdline").read().rstrip(chr(0)),
+            "stdout": sys.stdout.line_buffering,
+        })
+    """
+
+    assert bench.told(code) == {
+        "fds": [0, 1, 2],
+        "leads": True,
+        "terminal": True,
+        "stdin": "/dev/null",
+        "blocked": 0,
+        "handlers": [True] * 5,
+        "main": [],
+        "nng": [],
+        "threads": 1,
+        "gc": True,
+        "title": f"test[{bench.names}]",
+        "stdout": True,
+    }
+
+
+def test_random_numbers_differ_between_processes(bench: Bench) -> None:
+    assert len({str(bench.told("import random; tell(random.random())")) for _ in range(3)}) == 3
+
+
+def test_a_large_payload_passes(bench: Bench) -> None:
+    filler = "#" * (32 << 20)
+
+    assert bench.run(f"raise SystemExit(5)\n{filler}").code == 5
+
+
+def test_many_processes_come_from_one_request(bench: Bench) -> None:
+    specs = [LaunchSpec(f"n{i}", ENTRY, f"raise SystemExit({i})".encode(), dict(os.environ)) for i in range(32)]
+    ends: list[Exit] = []
+    children = bench.launcher.launch_all(specs, [ends.append] * 32)
+    bench.until(lambda: len(ends) == 32)
+
+    assert [c.exit.code if c.exit else None for c in children] == list(range(32))
+    assert len({c.pid for c in children}) == 32
+
+
+# -- the template
+
+
+def template_of(bench: Bench) -> int:
+    template = bench.launcher._template
+    assert template is not None
+    return template.pid
+
+
+def test_the_template_has_one_thread_and_nothing_of_nng(bench: Bench) -> None:
+    bench.run("pass")
+    pid = template_of(bench)
+
+    assert os.listdir(f"/proc/{pid}/task") == [str(pid)]
+    assert "nng" not in Path(f"/proc/{pid}/maps").read_text()
+
+
+def test_the_template_ignores_the_signals_of_a_terminal(bench: Bench) -> None:
+    bench.run("pass")
+    pid = template_of(bench)
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(pid, signum)
+
+    assert bench.run("pass").code == 0
+    assert template_of(bench) == pid
+    assert os.getsid(pid) == pid
+
+
+def test_a_dead_template_is_told_and_replaced(bench: Bench, events: Events) -> None:
+    child = bench.start(f"import launched_code, signal; launched_code.say({events.path!r}, 'up'); signal.pause()")
+    events.next()
+    bench.until(lambda: child.pid)
+    pid, template = child.pid, template_of(bench)
+    os.kill(template, signal.SIGKILL)
+    end = bench.end_of(child)
+
+    assert (end.pid, end.signal) == (pid, 9)
+    assert f"the template process {template}, its parent, Killed(sig=9)" in end.describe()
+    gone([pid] if pid else [])
+    assert bench.run("pass").code == 0
+    assert template_of(bench) != template
+
+
+def test_a_template_that_cannot_come_up_is_an_error_and_no_hang(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nonexistent/python")
+    end = bench.run("pass")
+
+    assert not end.started
+    assert "could not be started" in end.describe() and "No such file" in end.describe()
+
+
+# -- commands
+
+
+def test_a_variable_read_at_exec_makes_a_fresh_interpreter(bench: Bench, tmp_path: Path) -> None:
+    code = "tell([sys.flags.hash_randomization, hash('x'), sys.argv, 'PYTHONPATH' in os.environ, os.getcwd()])"
+    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONHASHSEED", "PYTHONPATH")}
+    first = bench.told(code, {**env, "PYTHONHASHSEED": "0"})
+    again = bench.told(code, {**env, "PYTHONHASHSEED": "0"})
+
+    assert first == again == [0, first[1], sys.argv, False, os.getcwd()]
+    assert bench.exits[-1][1].command == f"{sys.executable} -c ..."
+
+
+def test_the_default_command_with_variables_still_forks(bench: Bench) -> None:
+    code = "tell([os.environ['EXTRA'], os.path.basename(sys.argv[0])])"
+    child_env = bench.told(code, command=default_bootstrap_cmd().with_env({"EXTRA": "1"}))
+
+    assert child_env[0] == "1"
+    assert all(e.command is None for _, e in bench.exits)
+
+
+def test_numpy_in_the_template_starts_no_thread_and_its_copies_differ(tmp_path: Path, entry_on_path: Path) -> None:
+    pytest.importorskip("numpy")
+    bench = Bench(tmp_path, preload=["numpy"])
+    try:
+        code = "import numpy; tell([len(os.listdir('/proc/self/task')), numpy.random.rand()])"
+        env = {k: v for k, v in os.environ.items() if not k.endswith("_NUM_THREADS")}
+        seen = [bench.told(code, {**env, "OPENBLAS_NUM_THREADS": n}) for n in "113"]
+        assert os.listdir(f"/proc/{template_of(bench)}/task") == [str(template_of(bench))]
+    finally:
+        bench.launcher.close()
+
+    assert [threads for threads, _ in seen] == [1, 1, 3]
+    assert len({number for _, number in seen}) == 3
+
+
+def test_another_command_runs_the_same_entry(bench: Bench) -> None:
+    default = default_bootstrap_cmd()
+    command = BootstrapCommand("env", None, ("WRAPPED=1", default.program, *default.args), {"MORE": "2"})
+    seen = bench.told("tell([os.environ.get(n) for n in ('WRAPPED', 'MORE', 'MONARCH_BOOTSTRAP_FD')])", command=command)
+
+    assert seen == ["1", "2", None] or seen == [None, "2", None]  # the environment is the spawner's word
+    assert bench.exits[-1][1].command == str(command)
+
+
+def test_a_missing_program_is_named(bench: Bench, tmp_path: Path) -> None:
+    end = bench.run("pass", command=BootstrapCommand(str(tmp_path / "nosuchpython")))
+
+    assert not end.started
+    assert "nosuchpython" in end.describe() and "No such file" in end.describe()
+
+
+def test_a_program_that_ends_at_once_is_quoted(bench: Bench, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    bad = tmp_path / "badpython"
+    bad.write_text("#!/bin/sh\necho no licence for this machine >&2\nexit 7\n")
+    bad.chmod(0o755)
+    end = bench.run("pass", command=BootstrapCommand(str(bad), None, ("-m", "x")))
+
+    assert (end.code, end.started) == (7, True)
+    assert all(words in end.describe() for words in ("code 7", "no licence for this machine", f"{bad} -m x"))
+    assert capfd.readouterr().err == "no licence for this machine\n"
+
+
+def test_much_output_of_a_command_passes_whole(bench: Bench, capfd: pytest.CaptureFixture[str]) -> None:
+    code = "import sys\nfor i in range(20000): print('line', i, file=sys.stderr)\nraise SystemExit(2)"
+    default = default_bootstrap_cmd()
+    end = bench.run(code, command=BootstrapCommand("env", None, (default.program, *default.args)))
+
+    assert capfd.readouterr().err == "".join(f"line {i}\n" for i in range(20000))
+    assert end.stderr_tail.splitlines() == [f"line {i}" for i in range(19980, 20000)]
+
+
+# -- limits
+
+
+def test_too_few_descriptors_in_the_driver_are_an_error_that_names_the_limit(bench: Bench) -> None:
+    bench.run("pass")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(int(n) for n in os.listdir("/proc/self/fd")) + 1, hard))
+    holes = []
+    with contextlib.suppress(OSError):
+        while True:
+            holes.append(os.open(os.devnull, os.O_RDONLY))
+    try:
+        child = bench.start("pass")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in holes:
+            os.close(fd)
+    end = bench.end_of(child)
+
+    assert not end.started
+    assert "RLIMIT_NOFILE" in end.describe() and "Too many open files" in end.describe()
+    assert bench.run("pass").code == 0
+
+
+def test_too_few_descriptors_in_the_template_are_an_error_that_names_the_limit(bench: Bench) -> None:
+    bench.run("pass")
+    resource.prlimit(template_of(bench), resource.RLIMIT_NOFILE, (10, 10))
+    end = bench.run("pass")
+
+    assert not end.started
+    assert "RLIMIT_NOFILE" in end.describe() and "Too many open files" in end.describe()
+
+
+def test_no_more_processes_is_an_error_that_names_the_limit(bench: Bench) -> None:
+    if os.geteuid() == 0:
+        pytest.skip("root is not bound by RLIMIT_NPROC")
+    bench.run("pass")
+    resource.prlimit(template_of(bench), resource.RLIMIT_NPROC, (1, 1))
+
+    assert "RLIMIT_NPROC" in bench.run("pass").describe()
+
+
+def test_errors_of_limits_name_them() -> None:
+    assert "RLIMIT_NPROC is" in explain(BlockingIOError(errno.EAGAIN, "no more"), "cannot fork")
+    assert explain(OSError(errno.ENOMEM, "no memory"), "cannot fork") == "cannot fork: no memory"
+
+
+def test_an_idle_launcher_is_not_readable(bench: Bench) -> None:
+    bench.run("pass")
+
+    assert select.select([bench.launcher], [], [], 0)[0] == []
+
+
+# -- nothing is left behind
+
+
+GRANDCHILDREN = """
+import launched_code, os, signal, subprocess
+plain = subprocess.Popen(["sleep", "600"])
+apart = subprocess.Popen(["sleep", "600"], start_new_session=True)
+daemon = int(subprocess.run(["sh", "-c", "setsid sleep 600 >&- & echo $!"], stdout=subprocess.PIPE).stdout)
+launched_code.say({fifo!r}, f"{{os.getpid()}} {{plain.pid}} {{apart.pid}} {{daemon}}")
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_what_a_process_started_ends_with_it(bench: Bench, events: Events, how: str) -> None:
+    child = bench.start(GRANDCHILDREN.format(fifo=events.path))
+    other = bench.start(GRANDCHILDREN.format(fifo=events.path))
+    lines = {int(pids[0]): [int(p) for p in pids] for pids in (events.next(), events.next())}
+    bench.until(lambda: child.pid and other.pid)
+    assert child.pid and other.pid
+    os.kill(child.pid, signal.SIGKILL if how == "killed" else signal.SIGTERM)
+    bench.end_of(child)
+
+    gone(lines[child.pid])
+    for pid in lines[other.pid]:
+        os.kill(pid, 0)  # those of others stay
+    other.kill()
+    bench.end_of(other)
+    gone(lines[other.pid])
+
+
+DRIVER = """
+import os, select, signal, sys
+sys.path.append({code!r})
+from monarch.mesh.launcher import Launcher, LaunchSpec
+launcher = Launcher()
+program = {program!r}.encode()
+for i in range(2):
+    launcher.launch(LaunchSpec("x", "launched_code:run", program, dict(os.environ)), print)
+if {forks}:
+    if os.fork() == 0:
+        os.setsid()
+        signal.pause()
+import launched_code
+launched_code.say({fifo!r}, f"driver {{launcher._template.pid}}")
+while True:
+    select.select([launcher], [], [])
+    launcher.pump()
+"""
+
+
+@pytest.mark.parametrize("forks", [False, True], ids=["alone", "with a forked copy"])
+def test_when_the_driver_is_killed_everything_ends(
+    tmp_path: Path, code_folder: Path, events: Events, forks: bool
+) -> None:
+    program = GRANDCHILDREN.format(fifo=events.path)
+    source = DRIVER.format(code=str(code_folder), program=program, fifo=events.path, forks=forks)
+    driver = subprocess.Popen([sys.executable, "-W", "error", "-c", source], cwd=ROOT, start_new_session=True)
+    copies: list[int] = []
+    try:
+        lines = [events.next() for _ in range(3)]
+        pids = [int(word) for line in lines for word in line if word != "driver"]
+        assert len(pids) == 9
+        (template,) = [int(line[1]) for line in lines if line[0] == "driver"]
+        copies = [p for p in linux.children_of(driver.pid) if p != template]
+        assert len(copies) == int(forks)
+        driver.kill()
+        driver.wait(LIMIT_S)
+        gone(pids)
+        for pid in copies:
+            os.kill(pid, 0)  # not ours to end
+    finally:
+        driver.kill()
+        driver.wait(LIMIT_S)
+        for pid in copies:
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_when_the_driver_becomes_another_program_everything_ends(code_folder: Path, events: Events) -> None:
+    program = GRANDCHILDREN.format(fifo=events.path)
+    source = DRIVER.format(code=str(code_folder), program=program, fifo=events.path, forks=False)
+    source = source.replace("while True:", "os.execvp('sleep', ['sleep', '600'])\nwhile True:")
+    driver = subprocess.Popen([sys.executable, "-c", source], cwd=ROOT)
+    try:
+        (line,) = [events.next()]
+        gone([int(line[1])])
+    finally:
+        driver.kill()
+        driver.wait(LIMIT_S)
+
+
+def test_a_driver_killed_while_the_template_loads_leaves_nothing(
+    tmp_path: Path, code_folder: Path, events: Events
+) -> None:
+    (tmp_path / "slow_module.py").write_text(
+        f"import launched_code, os, time\nlaunched_code.say({events.path!r}, str(os.getpid()))\n"
+        "while True: time.sleep(0.01)\n"
+    )
+    source = f"""
+import signal, sys
+sys.path += [{str(code_folder)!r}, {str(tmp_path)!r}]
+from monarch.mesh.launcher import Launcher
+Launcher(preload=["slow_module"]).warm()
+signal.pause()
+"""
+    driver = subprocess.Popen([sys.executable, "-c", source], cwd=ROOT)
+    try:
+        template = int(events.next()[0])
+    finally:
+        driver.kill()
+        driver.wait(LIMIT_S)
+
+    gone([template])
+
+
+def test_a_driver_that_falls_off_its_end_is_silent_and_leaves_nothing(code_folder: Path, tmp_path: Path) -> None:
+    """Also without `close`; and no file, no segment is left."""
+    source = f"""
+import os, select, sys
+sys.path.append({str(code_folder)!r})
+from monarch.mesh.launcher import Launcher, LaunchSpec
+launcher = Launcher()
+code = b"print('up'); import signal; signal.pause()"
+child = launcher.launch(LaunchSpec("x", "launched_code:run", code, dict(os.environ)), print)
+while child.pid is None:
+    select.select([launcher], [], [], 10)
+    launcher.pump()
+print(child.pid, launcher._template.pid, flush=True)
+"""
+    shm = set(os.listdir("/dev/shm"))
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", source],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+
+    assert (done.returncode, done.stderr) == (0, "")
+    gone([int(word) for word in done.stdout.split() if word != "up"])
+    assert os.listdir(tmp_path) == []
+    assert set(os.listdir("/dev/shm")) <= shm
+
+
+def test_close_ends_the_stubborn_too_and_tells_of_everybody(bench: Bench, events: Events) -> None:
+    stubborn = bench.start(
+        f"import launched_code, signal; signal.signal(15, signal.SIG_IGN);"
+        f"launched_code.say({events.path!r}, 'deaf')\nwhile True: signal.pause()"
+    )
+    meek = bench.start(f"import launched_code, signal; launched_code.say({events.path!r}, 'meek'); signal.pause()")
+    events.next(), events.next()
+    bench.until(lambda: stubborn.pid and meek.pid)
+    pids = [stubborn.pid or 0, meek.pid or 0, template_of(bench)]
+    bench.launcher.close(0.3)
+
+    assert [c.exit.describe() if c.exit else "" for c in (stubborn, meek)] == ["Killed(sig=9)", "Killed(sig=15)"]
+    gone(pids, 0)
+    with pytest.raises(RuntimeError, match="closed"):
+        bench.start("pass")
+
+
+def test_close_does_not_wait_for_a_template_that_is_loading(entry_on_path: Path, tmp_path: Path) -> None:
+    (entry_on_path / "endless_module.py").write_text("import time\nwhile True: time.sleep(0.01)\n")
+    bench = Bench(tmp_path, preload=["endless_module"])
+    child = bench.start("pass")
+    before_s = time.monotonic()
+    bench.launcher.close(10.0)
+
+    assert time.monotonic() - before_s < 5
+    assert child.exit is not None and not child.exit.started
+
+
+@pytest.mark.slow
+def test_close_is_bounded_when_the_template_does_not_answer(bench: Bench) -> None:
+    child = bench.start("import signal; signal.pause()")
+    bench.until(lambda: child.pid)
+    pids = [child.pid or 0, template_of(bench)]
+    os.kill(pids[1], signal.SIGSTOP)
+    bench.launcher.close(0.1)
+
+    assert child.exit is not None and child.exit.signal == 9
+    gone(pids)
+
+
+def test_what_a_process_launched_itself_ends_with_it(bench: Bench, events: Events) -> None:
+    """A launcher inside a child: its template and its children, and theirs, are gone after the child was killed."""
+    inner = GRANDCHILDREN.format(fifo=events.path)
+    child = bench.start(
+        f"""
+        import os, signal
+        from monarch.mesh.launcher import Launcher
+        from monarch.mesh.process import LaunchSpec
+        launcher = Launcher()
+        launcher.launch(LaunchSpec("inner", {ENTRY!r}, {inner!r}.encode(), dict(os.environ)), print)
+        signal.pause()
+        """
+    )
+    pids = [int(word) for word in events.next()]
+    bench.until(lambda: child.pid)
+    assert child.pid
+    (template,) = linux.children_of(child.pid)
+    os.kill(child.pid, signal.SIGKILL)
+    bench.end_of(child)
+
+    gone([*pids, template])
+
+
+def test_a_fork_of_the_driver_can_start_nothing_and_its_end_kills_nobody(bench: Bench, events: Events) -> None:
+    child = bench.start(f"import launched_code, signal; launched_code.say({events.path!r}, 'up'); signal.pause()")
+    events.next()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            bench.launcher.pump()
+            child.kill()
+            bench.launcher.close()
+            bench.start("pass")
+        except RuntimeError as e:
+            status = 0 if "fork" in str(e) else 2
+        finally:
+            os._exit(status)
+
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert bench.run("pass").code == 0
+    assert child.alive

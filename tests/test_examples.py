@@ -1,0 +1,124 @@
+"""The examples run as scripts, and `monarch demo` as a command: status 0, nothing on stderr, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import monarch
+
+ROOT = Path(__file__).parent.parent
+DEMO = "import sys; from monarch.cli import main; sys.exit(main())"
+
+
+def run(*command: str, cwd: Path = ROOT, path: Path = ROOT, timeout_s: float = 50) -> str:
+    """Run Python with a command line, and return its output. The run must be quiet and end with status 0."""
+    env = {**os.environ, "PYTHONPATH": str(path), "COLUMNS": "120"}
+    result = subprocess.run(
+        [sys.executable, *command], cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout_s
+    )
+
+    assert (result.returncode, result.stderr) == (0, ""), result.stdout + result.stderr
+    return result.stdout
+
+
+def test_ping_pong():
+    output = run("examples/ping_pong.py")
+
+    assert "Pong caught ball 2000" in output
+    assert "Ping had the ball 1000 times" in output
+
+
+def test_getting_started():
+    """It asserts what it teaches."""
+    output = run("examples/getting_started.py")
+
+    assert "actors and adverbs: values are [130, 115, 115, 115]" in output or "actors and adverbs" in output
+    assert "bootstrapping" in output
+
+
+def test_dining_philosophers():
+    output = run("examples/dining_philosophers.py")
+
+    assert len(re.findall(r"philosopher \d ate 10 times", output)) == 5
+    assert "50 meals served" in output
+
+
+def demo(*arguments: str, **options: Path) -> str:
+    return run("-m", "monarch", "demo", *arguments, **options)
+
+
+@pytest.fixture
+def wheel_contents(tmp_path):
+    """The package as a wheel installs it, in a folder of its own."""
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for name in ("monarch", "examples"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    target = tmp_path / "installed"
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target), str(source)],
+        check=True,
+        timeout=110,
+        env={k: v for k, v in os.environ.items() if not k.startswith("PYTHON")},
+    )
+    return target
+
+
+def test_demo_answers_questions_over_the_standard_library():
+    output = demo("--procs", "2", "--limit-files", "300", "--query", "parse command line arguments", "event loop")
+
+    assert "with 2 processes" in output
+    assert "300 of 300 files" in output
+    assert re.search(r"parse command line arguments +all shards", output)
+    assert re.search(r"event loop +all shards", output)
+    assert "1 of 2 shards" in output
+    assert "ActorError" in output and "FileNotFoundError" in output and "the actor lives on" in output
+    assert re.search(r"all +\d+\.\d\d s", output)
+
+
+def test_demo_with_one_process_and_no_answer():
+    output = demo("--procs", "1", "--limit-files", "5", "--query", "zzzzqqqq")
+
+    assert "nothing found" in output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_demo_from_an_installed_wheel_over_all_files(wheel_contents, tmp_path):
+    output = demo(cwd=tmp_path, path=wheel_contents)
+    where = run("-c", "import monarch.examples.search as s; print(s.__file__)", cwd=tmp_path, path=wheel_contents)
+
+    assert str(wheel_contents) in where
+    assert (wheel_contents / "monarch" / "py.typed").exists()
+    assert "argparse.py" in output
+
+
+def test_version():
+    assert run("-m", "monarch", "--version").strip() == f"monarch {monarch.__version__}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["demo", "--procs", "0"], "'0' is not a whole number above 0"),
+        (["dance"], "invalid choice: 'dance'"),
+        ([], "the following arguments are required: COMMAND"),
+    ],
+)
+def test_a_wrong_command_line_says_what_is_wrong(arguments, complaint):
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(
+        [sys.executable, "-m", "monarch", *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=30
+    )
+
+    assert result.returncode == 2
+    assert complaint in result.stderr

@@ -1,0 +1,452 @@
+"""What every transport promises, and each is held to."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from monarch.errors import AuthenticationError, LinkClosed, LinkSevered, TransportError
+from monarch.transports import registry
+from monarch.transports.base import Link, Listener, Transport
+from monarch.transports.url import parse
+from tests.transports.drive import (
+    ADDRESSES,
+    SECRET,
+    WAIT_S,
+    Receiver,
+    Sender,
+    connected,
+    dial_and_accept,
+    exchange,
+    plain,
+    wait_until,
+)
+
+MIB = 1 << 20
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(params=["inproc", "ipc", "tcp"])
+def transport(request: pytest.FixtureRequest) -> Transport:
+    transport = registry.get(request.param)
+    viability = transport.viability()
+    if not viability.ok:
+        pytest.skip(viability.reason)
+    return transport
+
+
+@pytest.fixture
+def over_processes(transport: Transport) -> Transport:
+    if transport.scheme == "inproc":
+        pytest.skip("inproc links stay inside one process")
+    return transport
+
+
+@pytest.fixture
+def listener(transport: Transport) -> Iterator[Listener]:
+    listener = transport.listen(ADDRESSES[transport.scheme], SECRET)
+    yield listener
+    listener.close()
+
+
+@pytest.fixture
+def links(transport: Transport) -> Iterator[tuple[Link, Link]]:
+    with connected(transport) as pair:
+        yield pair
+
+
+def connect_raw(url_text: str) -> socket.socket:
+    """A stranger's connection."""
+    url = parse(url_text)
+    if url.scheme == "tcp":
+        return socket.create_connection((url.host, url.port), 5)
+    sock = socket.socket(socket.AF_UNIX)
+    sock.settimeout(5)
+    sock.connect("\0" + url.name[1:] if url.is_abstract else url.name)
+    return sock
+
+
+FRAMES = [
+    [],
+    [b""],
+    [b"", b"", b"x"],
+    [b"x"],
+    [bytes(range(256)) * 16],
+    [b"head", os.urandom(3 * MIB), b"", b"tail"],
+    [bytes([i % 256]) * i for i in range(1000)],
+    [bytes([i]) * 40_000 for i in range(40)],
+    [b"a" * (64 << 10), b"b" * ((64 << 10) - 1), b"c" * ((64 << 10) + 1)],
+    [b"last"],
+]
+
+
+def test_frames_arrive_whole_and_in_order_with_their_edges(links):
+    left, right = links
+    assert plain(exchange(left, right, FRAMES)) == FRAMES
+    assert plain(exchange(right, left, FRAMES)) == FRAMES
+
+
+def test_a_frame_of_70_mib_arrives(links):
+    left, right = links
+    frame = [b"head", os.urandom(MIB) * 70]
+    (got,) = exchange(left, right, [frame])
+    assert got[0] == frame[0] and got[1] == frame[1]
+
+
+def test_any_buffer_can_be_sent(links):
+    left, right = links
+    frame = [bytearray(b"abc"), memoryview(b"def"), memoryview(bytearray(2 * MIB))[5:]]
+    assert plain(exchange(left, right, [frame])) == plain([frame])
+
+
+def test_ten_thousand_small_frames_pass_both_ways_at_once(links):
+    left, right = links
+    frames = {link: [[name, b"%d" % i] for i in range(10_000)] for link, name in ((left, b"left"), (right, b"right"))}
+    senders = [Sender(left, frames[left]), Sender(right, frames[right])]
+    receivers = [Receiver(left), Receiver(right)]
+
+    def done() -> bool:
+        for sender in senders:
+            sender.step()
+        return sum(receiver.step() for receiver in receivers) == 20_000
+
+    wait_until(done, left, right)
+    assert receivers[0].frames == frames[right]
+    assert receivers[1].frames == frames[left]
+
+
+def test_a_small_frame_never_overtakes_a_large_one(links):
+    left, right = links
+    rng = random.Random(1)
+    frames = [[b"%d" % i, bytes(rng.choice([0, 10, 5000, 70_000, 300_000]))] for i in range(300)]
+    assert plain(exchange(left, right, frames)) == frames
+
+
+def test_received_large_parts_are_writable_and_private(links):
+    left, right = links
+    source = bytearray(b"s" * (64 << 10))
+    (first,), (second,) = exchange(left, right, [[source], [source]])
+    view = memoryview(first)
+    assert not view.readonly
+    view[0] = 0
+    assert second[0] == source[0] == ord("s")
+
+
+def test_a_16_mib_frame_sent_just_before_close_arrives(links):
+    left, right = links
+    frame = [b"head", os.urandom(MIB) * 16]
+    closed: list[bool] = []
+    receiver = Receiver(right)
+    assert left.send_nowait([frame]) == 1
+    closer = threading.Thread(target=lambda: closed.append(left.close(WAIT_S)))
+    closer.start()
+    end = receiver.until_end()
+    right.close()
+    closer.join(WAIT_S)
+
+    assert type(end) is LinkClosed
+    assert plain(receiver.frames) == [frame]
+    assert closed == [True]
+
+
+def test_close_takes_no_time_when_both_close_at_once(links):
+    links[0].send_nowait([[b"x"]])
+    results: list[bool] = []
+    threads = [threading.Thread(target=lambda link=link: results.append(link.close(WAIT_S))) for link in links]
+    start_s = time.monotonic()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert results == [True, True]
+    assert time.monotonic() - start_s < WAIT_S / 2
+
+
+def test_close_gives_up_on_a_peer_that_does_not_read(transport, links):
+    left, _ = links
+    if transport.scheme == "inproc":
+        pytest.skip("what was sent in a process has arrived")
+    Sender(left, [[bytes(MIB)]] * 40).step()
+    start_s = time.monotonic()
+    assert left.close(0.2) is False
+    assert time.monotonic() - start_s < WAIT_S / 2
+
+
+def test_after_the_peer_closed_sending_fails(links):
+    left, right = links
+    closer = threading.Thread(target=left.close)
+    closer.start()
+    assert type(Receiver(right).until_end()) is LinkClosed
+    with pytest.raises(LinkClosed):
+        right.send_nowait([[b"x"]])
+    assert right.close() is True
+    closer.join(WAIT_S)
+
+
+def test_what_arrived_before_the_goodbye_is_read_before_it_is_told(links):
+    left, right = links
+    left.send_nowait([[b"%d" % i] for i in range(100)])
+    closer = threading.Thread(target=left.close)
+    closer.start()
+    receiver = Receiver(right)
+    receiver.until_end()
+    closer.join(WAIT_S)
+    assert receiver.frames == [[b"%d" % i] for i in range(100)]
+    with pytest.raises(LinkClosed):
+        right.recv_nowait()
+
+
+def test_a_slow_reader_pushes_back_and_loses_nothing(links):
+    left, right = links
+    frames = [[b"%d" % i, bytes(20_000)] for i in range(5_000)]
+    sender, receiver = Sender(left, frames), Receiver(right)
+    sender.step()
+    assert left.blocked
+    assert sender.sent < len(frames)
+
+    def done() -> bool:
+        sender.step()
+        return receiver.step() == len(frames)
+
+    wait_until(done, left, right)
+    assert receiver.frames == frames
+    assert not left.blocked
+
+
+def test_abort_is_seen_as_severed_at_once(links):
+    left, right = links
+    exchange(left, right, [[b"x"]])
+    left.abort()
+    start_s = time.monotonic()
+    assert type(Receiver(right).until_end()) is LinkSevered
+    assert time.monotonic() - start_s < 2
+    with pytest.raises(TransportError):
+        right.send_nowait([[b"x"]])
+
+
+def test_abort_inside_a_large_frame_is_seen_as_severed(transport, links):
+    left, right = links
+    if transport.scheme == "inproc":
+        pytest.skip("frames in a process arrive whole")
+    left.send_nowait([[b"first"]])
+    left.send_nowait([[bytes(64 * MIB)]])
+    receiver = Receiver(right)
+    wait_until(receiver.step, right)
+    left.abort()
+    assert type(receiver.until_end()) is LinkSevered
+    assert receiver.frames == [[b"first"]]
+
+
+PEER = """
+import os, select, sys
+from monarch.transports import registry
+url, frames, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+link = registry.for_url(url).dial(url, sys.stdin.buffer.read(), 20)
+taken = link.send_nowait([[b"%d" % i, bytes(size)] for i in range(frames)])
+while link.blocked:
+    poll = select.poll()
+    poll.register(link.fileno(), select.POLLIN | select.POLLOUT)
+    poll.poll(20000)
+    link.flush_nowait()
+sys.stdout.write(str(taken))
+sys.stdout.flush()
+select.poll().poll(60000)
+"""
+
+
+def start_peer(url: str, frames: int = 0, size_bytes: int = 0) -> subprocess.Popen[bytes]:
+    peer = subprocess.Popen(
+        [sys.executable, "-c", PEER, url, str(frames), str(size_bytes)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+    )
+    assert peer.stdin is not None
+    peer.stdin.write(SECRET)
+    peer.stdin.close()
+    return peer
+
+
+def accept_one(listener: Listener) -> Link:
+    return wait_until(listener.accept_nowait, listener)[0]
+
+
+def test_a_killed_process_is_seen_as_severed_in_milliseconds(over_processes, listener):
+    with start_peer(listener.url, 3, 100_000) as peer:
+        link = accept_one(listener)
+        try:
+            assert peer.stdout is not None and peer.stdout.read(1) == b"3"
+            receiver = Receiver(link)
+            peer.send_signal(signal.SIGKILL)
+            peer.wait(WAIT_S)
+            start_s = time.monotonic()
+            assert type(receiver.until_end()) is LinkSevered
+            assert time.monotonic() - start_s < 1
+            assert [int(frame[0]) for frame in receiver.frames] == [0, 1, 2]  # had arrived, so it is delivered
+        finally:
+            peer.kill()
+            link.abort()
+
+
+def test_a_killed_process_is_seen_by_one_who_only_sends(over_processes, listener):
+    with start_peer(listener.url) as peer:
+        link = accept_one(listener)
+        try:
+            sender = Sender(link, [[bytes(100_000)]] * 1000)
+            assert not sender.step()
+            peer.send_signal(signal.SIGKILL)
+            peer.wait(WAIT_S)
+
+            def step() -> bool:
+                sender.step()
+                link.recv_nowait()
+                return False
+
+            with pytest.raises(LinkSevered):
+                wait_until(step, link)
+        finally:
+            peer.kill()
+            link.abort()
+
+
+class Bomb:
+    def __reduce__(self) -> tuple[object, ...]:
+        return os._exit, (86,)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"\n", b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096), pickle.dumps(Bomb()), b"MONARCH\n\x00\x07" + bytes(32)],
+    ids=["nothing", "newline", "http", "random", "pickle", "version"],
+)
+def test_a_stranger_gets_nothing_and_disturbs_nobody(over_processes, listener, data):
+    with connect_raw(listener.url) as stranger:
+        stranger.sendall(data)
+        left, right = dial_and_accept(over_processes, listener)
+        try:
+            assert exchange(left, right, [[b"hello"]]) == [[b"hello"]]
+            assert listener.accept_nowait() == []
+            if len(data) >= 34:
+                greeting = b""
+                with_end = False
+                while not with_end:
+                    try:
+                        got = stranger.recv(4096)
+                    except ConnectionResetError:
+                        got = b""
+                    greeting += got
+                    with_end = not got
+                assert len(greeting) in (0, 42)  # no proof
+        finally:
+            left.abort()
+            right.abort()
+
+
+def test_a_wrong_secret_is_refused_on_both_sides(transport, listener):
+    errors: list[BaseException] = []
+    ended, over = socket.socketpair()
+
+    def dial() -> None:
+        try:
+            transport.dial(listener.url, b"another secret", 5)
+        except BaseException as error:
+            errors.append(error)
+        over.close()
+
+    thread = threading.Thread(target=dial)
+    thread.start()
+    accepted: list[Link] = []
+    with ended:
+        wait_until(lambda: accepted.extend(listener.accept_nowait()) or accepted or errors, listener, ended)
+    thread.join(WAIT_S)
+    assert accepted == listener.accept_nowait() == []
+    assert type(errors[0]) is AuthenticationError
+    assert listener.url in str(errors[0])
+
+
+def test_silent_strangers_do_not_block_the_others(over_processes, listener):
+    strangers = [connect_raw(listener.url) for _ in range(200)]
+    try:
+        left, right = dial_and_accept(over_processes, listener)
+        assert exchange(left, right, [[b"hello"]]) == [[b"hello"]]
+        left.abort()
+        right.abort()
+        assert listener.newcomer_count <= 128
+    finally:
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_dialing_where_nobody_listens_is_refused_at_once_with_the_address(transport):
+    listener = transport.listen(ADDRESSES[transport.scheme], SECRET)
+    listener.close()
+    start_s = time.monotonic()
+    with pytest.raises(ConnectionRefusedError, match=listener.url.replace("?", r"\?")):
+        transport.dial(listener.url, SECRET, WAIT_S)
+    assert time.monotonic() - start_s < 1
+
+
+def test_an_address_is_free_again_after_close(transport):
+    listener = transport.listen(ADDRESSES[transport.scheme], SECRET)
+    left, right = dial_and_accept(transport, listener)
+    listener.close()
+    again = transport.listen(listener.url, SECRET)
+    again.close()
+    assert exchange(left, right, [[b"links outlive their listener"]])
+    left.abort()
+    right.abort()
+
+
+def test_a_second_listener_at_an_address_is_refused_with_the_address(transport, listener):
+    with pytest.raises(OSError, match=listener.url):
+        transport.listen(listener.url, SECRET)
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_descriptors_do_not_leak(transport):
+    def once(orderly: bool) -> None:
+        with connected(transport) as (left, right):
+            left.send_nowait([[b"x"]])
+            if orderly:
+                closer = threading.Thread(target=left.close)
+                closer.start()
+                Receiver(right).until_end()
+                right.close()
+                closer.join(WAIT_S)
+
+    once(True)
+    before = open_descriptors()
+    for i in range(200):
+        once(i % 2 == 0)
+    assert open_descriptors() <= before + 8  # nng closes some behind our back
+
+
+def test_closing_twice_and_aborting_after_it_is_harmless(links):
+    left, right = links
+    threads = [threading.Thread(target=link.close) for link in links]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    left.close()
+    left.abort()
+    right.abort()
+    right.close()
+    with pytest.raises(TransportError):
+        left.send_nowait([[b"x"]])
+    with pytest.raises(TransportError):
+        left.recv_nowait()

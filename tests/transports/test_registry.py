@@ -1,0 +1,69 @@
+"""Which transport is taken, and what is said about it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from monarch.errors import NotViable
+from monarch.transports import registry
+from monarch.transports.base import Viability
+
+
+@pytest.mark.parametrize("scheme", ["inproc", "ipc", "tcp"])
+def test_a_scheme_has_one_transport(scheme):
+    transport = registry.get(scheme)
+    assert transport.scheme == scheme
+    assert registry.get(scheme) is transport
+
+
+def test_an_address_finds_its_transport():
+    assert registry.for_url("tcp://a:1").scheme == "tcp"
+    assert registry.for_url("ipc://@x").scheme == "ipc"
+
+
+@pytest.mark.parametrize("scheme", ["shm", "ibverbs"])
+def test_planned_transports_say_so(scheme):
+    with pytest.raises(NotViable, match="planned"):
+        registry.choose(scheme)
+
+
+def test_an_unknown_name_is_refused_with_the_choices():
+    with pytest.raises(ValueError, match="expected one of auto, inproc, ipc, tcp, shm, ibverbs"):
+        registry.choose("udp")
+
+
+def test_a_transport_that_was_asked_for_is_taken():
+    choice = registry.choose("tcp")
+    assert (choice.transport.scheme, choice.reason) == ("tcp", "tcp was asked for")
+
+
+def test_auto_prefers_ipc():
+    choice = registry.choose()
+    assert choice.transport.scheme == "ipc"
+    assert "fastest" in choice.reason
+
+
+def test_auto_takes_the_next_one_and_says_why(monkeypatch):
+    monkeypatch.setattr(type(registry.get("ipc")), "viability", lambda self: Viability(False, "no sockets here"))
+    choice = registry.choose("auto")
+    assert choice.transport.scheme == "tcp"
+    assert "ipc does not work here: no sockets here" in choice.reason
+
+
+def test_a_forced_transport_that_cannot_work_is_an_error(monkeypatch):
+    monkeypatch.setattr(type(registry.get("ipc")), "viability", lambda self: Viability(False, "no sockets here"))
+    with pytest.raises(NotViable, match="no sockets here"):
+        registry.choose("ipc")
+
+
+def test_nng_is_not_touched_before_the_first_link():
+    """A process that has used nng must not fork."""
+    code = (
+        "import sys; from monarch.transports import registry, tcp; registry.choose('tcp'); "
+        "registry.get('tcp').listen('tcp://127.0.0.1:0', b's').close(); assert 'pynng' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

@@ -1,0 +1,225 @@
+"""Links and listeners on stream sockets: what the conformance suite cannot see from outside."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import stat
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from monarch.errors import LinkClosed, LinkSevered, RemoteProtocolError
+from monarch.transports import registry
+from monarch.transports.framing import GOODBYE, encode
+from monarch.transports.stream import IOV_MAX, StreamLink, StreamListener
+from tests.transports.drive import SECRET, Receiver, Sender, dial_and_accept, exchange, wait_until
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[StreamLink, socket.socket]]:
+    """A link, and the bare socket at its other side."""
+    ours, theirs = socket.socketpair()
+    link = StreamLink(ours, "the test")
+    theirs.settimeout(10)
+    yield link, theirs
+    theirs.close()
+    link.abort()
+
+
+def test_more_buffers_than_one_system_call_takes(ends):
+    link, theirs = ends
+    right = StreamLink(theirs, "left")
+    frames = [[bytes([i % 256]) * 9000] * 5 for i in range(IOV_MAX)]
+    assert exchange(link, right, frames) == frames
+
+
+def test_the_end_without_a_goodbye_is_severed_even_between_frames(ends):
+    link, theirs = ends
+    theirs.sendall(b"".join(encode([b"x"])))
+    theirs.close()
+    receiver = Receiver(link)
+    assert type(receiver.until_end()) is LinkSevered
+    assert receiver.frames == [[b"x"]]
+    assert "without a goodbye" in str(receiver.end)
+
+
+def test_the_end_inside_a_frame_is_severed(ends):
+    link, theirs = ends
+    theirs.sendall(b"".join(encode([bytes(1 << 17)]))[:-1])
+    theirs.close()
+    assert "inside a frame" in str(Receiver(link).until_end())
+
+
+def test_nonsense_ends_the_link_after_the_frames_before_it(ends):
+    link, theirs = ends
+    theirs.sendall(b"".join(encode([b"x"])) + b"\xee" * 10)
+    receiver = Receiver(link)
+    assert type(receiver.until_end()) is RemoteProtocolError
+    assert receiver.frames == [[b"x"]]
+
+
+def test_a_goodbye_is_answered_even_inside_a_frame(ends):
+    """The peer only waits for our end of the stream; it would wait for ever behind a frame that it does not read."""
+    link, theirs = ends
+    theirs.settimeout(10)
+    Sender(link, [[bytes(1 << 24)]]).step()
+    theirs.sendall(GOODBYE)
+    theirs.shutdown(socket.SHUT_WR)
+    assert type(Receiver(link).until_end()) is LinkClosed
+    closer = threading.Thread(target=link.close)
+    closer.start()
+    data = b""
+    while got := theirs.recv(1 << 20):
+        data = (data + got)[-100:]
+    closer.join(10)
+    assert data.endswith(GOODBYE)
+
+
+def test_close_tells_whether_the_peer_said_goodbye(ends):
+    link, theirs = ends
+    theirs.close()
+    assert link.close(5) is False
+
+
+def listener_on(sock: socket.socket, **options: object) -> StreamListener:
+    sock.listen(64)
+    return StreamListener(sock, SECRET, "test", lambda s, _: StreamLink(s, "x"), **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def bound() -> Iterator[tuple[socket.socket, str]]:
+    sock = socket.socket(socket.AF_UNIX)
+    sock.bind("")
+    yield sock, sock.getsockname()
+    sock.close()
+
+
+def stranger_at(address: str) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX)
+    sock.settimeout(5)
+    sock.connect(address)
+    return sock
+
+
+def test_a_newcomer_that_says_nothing_is_dropped_at_its_deadline(bound):
+    now_s = 100.0
+    listener = listener_on(bound[0], clock=lambda: now_s, handshake_s=5.0)
+    with stranger_at(bound[1]) as stranger:
+        wait_until(lambda: listener.accept_nowait() or listener.newcomer_count, listener)
+        now_s = 104.9
+        listener.accept_nowait()
+        assert listener.newcomer_count == 1
+        now_s = 105.0
+        listener.accept_nowait()
+        assert listener.newcomer_count == 0
+        assert len(stranger.recv(100)) == 42
+        assert stranger.recv(100) == b""
+    listener.close()
+
+
+def test_one_newcomer_too_many_pushes_out_the_oldest(bound):
+    listener = listener_on(bound[0], max_newcomers=3)
+    strangers = [stranger_at(bound[1]) for _ in range(5)]
+    for _ in range(5):
+        listener.accept_nowait()
+    assert listener.newcomer_count == 3
+    assert [len(s.recv(100)) for s in strangers] == [42] * 5
+    assert strangers[0].recv(1) == strangers[1].recv(1) == b""
+    for s in strangers:
+        s.close()
+    listener.close()
+
+
+def test_running_out_of_descriptors_is_survived():
+    transport = registry.get("ipc")
+    listener = transport.listen("ipc://", SECRET)
+    sockaddr = "\0" + listener.url.removeprefix("ipc://@")
+    clients = [socket.socket(socket.AF_UNIX) for _ in range(3)]
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, limits[1]))
+    fillers: list[int] = []
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            while True:
+                fillers.append(os.dup(0))
+        for client in clients:
+            client.connect(sockaddr)
+        assert listener.accept_nowait() == []
+        for client in clients:
+            client.settimeout(5)
+            assert client.recv(100) == b""  # refused, not left hanging
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for fd in fillers:
+            os.close(fd)
+        for client in clients:
+            client.close()
+    left, right = dial_and_accept(transport, listener)
+    assert exchange(left, right, [[b"still there"]])
+    left.abort()
+    right.abort()
+    listener.close()
+
+
+def test_a_socket_file_is_for_its_owner_only_and_gone_after_close(tmp_path):
+    path = tmp_path / "s"
+    old = os.umask(0)
+    try:
+        listener = registry.get("ipc").listen(f"ipc://{path}", SECRET)
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    left, right = dial_and_accept(registry.get("ipc"), listener)
+    assert exchange(left, right, [[b"x"]])
+    left.abort()
+    right.abort()
+    listener.close()
+    assert not path.exists()
+    with pytest.raises(ConnectionRefusedError, match=str(path)):
+        registry.get("ipc").dial(f"ipc://{path}", SECRET, 5)
+
+
+def test_the_file_of_a_dead_listener_is_replaced(tmp_path):
+    path = tmp_path / "s"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    listener = registry.get("ipc").listen(f"ipc://{path}", SECRET)
+    with pytest.raises(OSError, match=str(path)):
+        registry.get("ipc").listen(f"ipc://{path}", SECRET)
+    listener.close()
+
+
+def test_a_file_that_is_no_socket_is_left_alone(tmp_path):
+    path: Path = tmp_path / "s"
+    path.write_text("precious")
+    with pytest.raises(OSError, match=str(path)):
+        registry.get("ipc").listen(f"ipc://{path}", SECRET)
+    assert path.read_text() == "precious"
+
+
+def test_a_file_that_somebody_else_put_there_is_left_alone(tmp_path):
+    path = tmp_path / "s"
+    listener = registry.get("ipc").listen(f"ipc://{path}", SECRET)
+    path.unlink()
+    path.write_text("theirs")
+    listener.close()
+    assert path.read_text() == "theirs"
+
+
+def test_a_path_that_is_too_long_is_explained(tmp_path):
+    with pytest.raises(OSError, match="at most 107 bytes"):
+        registry.get("ipc").listen(f"ipc://{tmp_path}/{'x' * 200}", SECRET)
+
+
+def test_a_tcp_alias_is_what_peers_are_told():
+    listener = registry.get("tcp").listen("tcp://localhost:0@tcp://127.0.0.1:0", SECRET)
+    assert listener.url.startswith("tcp://localhost:") and not listener.url.endswith(":0")
+    left, right = dial_and_accept(registry.get("tcp"), listener)
+    assert exchange(left, right, [[b"x"]])
+    left.abort()
+    right.abort()
+    listener.close()

@@ -173,7 +173,7 @@ class Ranker(Actor):
 # 3. The driver: an ordinary script.
 # ---------------------------------------------------------------------------------------------------------------------
 
-QUESTIONS = ("parse command line arguments", "event loop waiting for sockets", "weak reference callback")
+QUESTIONS = ("send an email message", "random numbers from a normal distribution", "thread pool executor")
 
 
 def main(procs: int | None = None, queries: Sequence[str] | None = None, limit_files: int | None = None) -> None:
@@ -208,7 +208,8 @@ def main(procs: int | None = None, queries: Sequence[str] | None = None, limit_f
         show.note(f"shard {point['procs']}: {shard.files:,} files, {shard.words:,} words")
 
     with show.step("Ask the whole mesh"):
-        # Here a mesh of actors is handed to other actors. They live in the same processes as the indexes.
+        # Here a mesh of actors is handed to other actors. They live in the same processes as the indexes; for each
+        # question one of them is chosen.
         rankers = mesh.spawn("ranker", Ranker, index)
         for question in questions:
             asked = time.perf_counter()
@@ -318,7 +319,8 @@ class Show:
             holder = index.slice(procs=hit.shard)
             number, line = holder.excerpt.call_one(hit.path, words_of(question)).get()
             name = f"{os.path.relpath(hit.path, home)}:{number}"
-            self.console.print(f"     [yellow]{hit.score:5.1f}[/]  [green]{escape(name):<36}[/] {escape(line[:70])}")
+            room = max(20, self.console.width - 54) if self.console.is_terminal else 80
+            self.console.print(f"     [yellow]{hit.score:5.1f}[/]  [green]{escape(name):<40}[/] {escape(line[:room])}")
         if not hits:
             self.note("  nothing found")
 

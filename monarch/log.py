@@ -21,7 +21,7 @@ def _render(logger: Any, method: str, event: MutableMapping[str, Any]) -> str:
     return f"{text}\n{trace}" if trace else text
 
 
-_PROCESSORS = [structlog.stdlib.filter_by_level, structlog.processors.format_exc_info, _render]
+_PROCESSORS: list[Any] = [structlog.stdlib.filter_by_level, structlog.processors.format_exc_info, _render]
 
 
 def get_logger(name: str) -> Any:

@@ -99,7 +99,7 @@ def test_demo_from_an_installed_wheel_over_all_files(wheel_contents, tmp_path):
 
     assert str(wheel_contents) in where
     assert (wheel_contents / "monarch" / "py.typed").exists()
-    assert "argparse.py" in output
+    assert "smtplib.py" in output
 
 
 def test_version():

@@ -1,1 +1,1 @@
-"""Who is called what, what reaches whom, and the loop of an actor. Knows links and bytes, and no endpoints or meshes."""
+"""Who is called what, what reaches whom, and the loop of an actor. Knows bytes, and no endpoints or meshes."""

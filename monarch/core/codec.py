@@ -25,7 +25,7 @@ import pickle
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any, Final
 
 import cloudpickle
@@ -221,6 +221,18 @@ _by_value_modules: Any = getattr(_cloudpickle, "_PICKLE_BY_VALUE_MODULES", (None
 def register(kind: type, reducer: Reducer) -> None:
     """Reduce objects of exactly this class by `reducer(obj, outbox)`; `NotImplemented` means pickle's own way."""
     _reducers[kind] = reducer
+
+
+def _reduce_code(code: CodeType, outbox: Outbox) -> Any:
+    """Code that travels by value keeps the name of its file, which cloudpickle drops for the sake of equal pickles: a
+    traceback without it helps nobody."""
+    make, arguments, *rest = _cloudpickle._code_reduce(code)
+    named = tuple(code.co_filename if argument == _NO_FILE else argument for argument in arguments)
+    return (make, named, *rest)
+
+
+_NO_FILE: Final = "<dynamic-code>"
+_reducers[CodeType] = _reduce_code
 
 
 class _DispatchTable(dict[type, Any]):

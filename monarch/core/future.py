@@ -27,6 +27,15 @@ class Future(Generic[R]):
     thread and loop, gets the same value or the same exception object. A time-out neither cancels nor consumes.
     """
 
+    _callbacks: list[Callable[[], object]] | None
+    _done: bool
+    _driver: Driver | None
+    _error: BaseException | None
+    _explain: Callable[[], str] | None
+    _resolving: threading.RLock | None
+    _thunk: Callable[[], R] | None
+    _value: Any
+
     __slots__ = (
         "__weakref__",
         "_callbacks",
@@ -49,11 +58,11 @@ class Future(Generic[R]):
         self._driver = driver
         self._explain = explain
         self._done = False
-        self._thunk: Callable[[], R] | None = None
-        self._resolving: threading.RLock | None = None
-        self._callbacks: list[Callable[[], None]] | None = None
-        self._value: Any = None
-        self._error: BaseException | None = None
+        self._thunk = None
+        self._resolving = None
+        self._callbacks = None
+        self._value = None
+        self._error = None
         return self
 
     @classmethod
@@ -100,7 +109,7 @@ class Future(Generic[R]):
 
         return self._complete(thunk)
 
-    def _on_done(self, callback: Callable[[], None]) -> None:
+    def _on_done(self, callback: Callable[[], object]) -> None:
         """Call `callback` once, when complete; at once if it is. It must not block or raise."""
         with _cell_lock:
             if not self._done:
@@ -111,7 +120,7 @@ class Future(Generic[R]):
                 return
         callback()
 
-    def _discard_callback(self, callback: Callable[[], None]) -> None:
+    def _discard_callback(self, callback: Callable[[], object]) -> None:
         with _cell_lock:
             if self._callbacks is not None and callback in self._callbacks:
                 self._callbacks.remove(callback)

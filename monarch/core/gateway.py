@@ -1,7 +1,7 @@
 """The broker of a process: it owns the links to other processes, and hands on what arrives.
 
-Theory of operation. Every other process is a `Peer`, which has one `Session` (numbering, resending) and at most one link
-at a time:
+Theory of operation. Every other process is a `Peer`, which has one `Session` (numbering, resending) and at most one
+link at a time:
 
 ```
             dial, or expect its call          hello of both sides
@@ -11,9 +11,9 @@ at a time:
     any ──── evidence of its end, or too long without a link ──────────────────────► GONE ◄────┘
 ```
 
-Frames that are given to a peer without a link wait in its session. A peer that is GONE stays so: what was not acknowledged
-goes back to its senders, and it is never accepted again. Both sides may dial at once; the link that was dialed by the one
-with the smaller key stays.
+Frames that are given to a peer without a link wait in its session. A peer that is GONE stays so: what was not
+acknowledged goes back to its senders, and it is never accepted again. Both sides may dial at once; the link that was
+dialed by the one with the smaller key stays.
 
 Who knows why a process is gone: its keeper, which launched it and sees it end. So a process that loses the link to a
 peer asks the peer's keeper (`locate`), and a keeper waits for the exit report; for a process without a keeper, an
@@ -34,6 +34,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from enum import Enum
+from functools import partial
 from typing import Final
 
 from attrs import define, field
@@ -494,9 +495,12 @@ class Gateway:
     def _on_listener(self, event: int) -> None:
         assert self._listener is not None
         for link in self._listener.accept_nowait():
-            self._add(link.fileno(), lambda _, link=link: self._on_hello(link, None))
-            self.call_later(_HELLO_LIMIT_S, lambda link=link: self._drop_if_silent(link))
+            self._add(link.fileno(), partial(self._on_first_event, link))
+            self.call_later(_HELLO_LIMIT_S, partial(self._drop_if_silent, link))
             self._on_hello(link, None)
+
+    def _on_first_event(self, link: Link, event: int) -> None:
+        self._on_hello(link, None)
 
     def _drop_if_silent(self, link: Link) -> None:
         if not any(peer.link is link for peer in list(self.peers.values())):

@@ -1,8 +1,8 @@
 """Who is called what. The creator of a thing names it, at once, without asking anybody.
 
-A process is its `Uid`, and where to ask for it: its own `address`, or its `keeper`, the process that launched it and knows
-where it listens and, later, how it ended. An actor is a process plus a number, a port an actor plus a number. On the wire
-only the numbers travel (`ProcId.key`, `ActorId.number`); names are for people.
+A process is its `Uid`, and where to ask for it: its own `address`, or its `keeper`, the process that launched it and
+knows where it listens and, later, how it ended. An actor is a process plus a number, a port an actor plus a number.
+On the wire only the numbers travel (`ProcId.key`, `ActorId.number`); names are for people.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ Theory of operation. The thread runs the actor's `ActorLoop`; its `turn` is call
       └──────── construct failed, or an endpoint failed ─────┘
 ```
 
-In a turn, control messages come first (supervision, stop), then calls, of which one is served at a time: while an `async`
-endpoint waits, the loop runs other tasks and control messages, but no further call is taken. What an actor does is its
-`Behavior`, which the layer above supplies; this module knows nothing of endpoints and pickles.
+In a turn, control messages come first (supervision, stop), then calls, of which one is served at a time: while an
+`async` endpoint waits, the loop runs other tasks and control messages, but no further call is taken. What an actor
+does is its `Behavior`, which the layer above supplies; this module knows nothing of endpoints and pickles.
 
 An actor that ends refuses what is still queued, releases what it owns, runs its cleanup, which has a time limit, and
 then reports a `Down` to its process, once.

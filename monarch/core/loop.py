@@ -5,8 +5,8 @@ mailbox and dispatches them right there, inside `select`: a message costs no tur
 thousand actors, because a loop has no descriptors of its own until the user registers one. It sleeps on the actor's
 `Signal`, through the driver of the links.
 
-`start_now` runs a coroutine as a real task whose first step happens at once, so that an endpoint which never really waits
-is finished when the call returns.
+`start_now` runs a coroutine as a real task whose first step happens at once, so that an endpoint which never really
+waits is finished when the call returns.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class ActorLoop(asyncio.SelectorEventLoop):
 
     def _close_self_pipe(self) -> None:
         if self._ssock is not None:
-            super()._close_self_pipe()  # type: ignore[misc]
+            super()._close_self_pipe()
 
     def _write_to_self(self) -> None:
         self._signal.notify()
@@ -135,7 +135,9 @@ class ActorLoop(asyncio.SelectorEventLoop):
             super()._make_self_pipe()  # type: ignore[misc]
         super().add_signal_handler(sig, callback, *args)
 
-    def call_soon(self, callback: Any, *args: Any, context: contextvars.Context | None = None) -> asyncio.Handle:
+    def call_soon(  # type: ignore[override]
+        self, callback: Any, *args: Any, context: contextvars.Context | None = None
+    ) -> asyncio.Handle:
         captured = self._captured
         if captured is not None:
             self._captured = None

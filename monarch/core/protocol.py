@@ -1,10 +1,11 @@
 """The conversation of two gateways, sans-IO: hello, numbering, acknowledgement, resending, heartbeats, goodbye.
 
-Theory of operation. Two processes have one `Session`, which outlives the links that carry it. Every data frame gets the
-session's next number and is kept until the peer acknowledged it; acknowledgements ride on every frame, and travel alone
-when there is nothing else to say. When a link breaks, the session waits for the next one: both sides say in their hello
-what they have received, and what the other lacks is sent again. A number that was seen before is dropped. So a broken and
-healed connection neither loses nor repeats a message; what stays unacknowledged when the peer is given up is handed back.
+Theory of operation. Two processes have one `Session`, which outlives the links that carry it. Every data frame gets
+the session's next number and is kept until the peer acknowledged it; acknowledgements ride on every frame, and travel
+alone when there is nothing else to say. When a link breaks, the session waits for the next one: both sides say in
+their hello what they have received, and what the other lacks is sent again. A number that was seen before is dropped.
+So a broken and healed connection neither loses nor repeats a message; what stays unacknowledged when the peer is
+given up is handed back.
 
 On the wire each frame is `[head, *parts]`, where this layer puts `SESSION` before the head of an envelope. A hello is
 JSON, so that peers of other versions can at least understand that they do not understand each other.
@@ -78,7 +79,7 @@ class Hello:
             raise RemoteProtocolError(f"the peer speaks wire version {hello.wire}, this process {ours.wire}")
         if hello.python != ours.python:
             raise RemoteProtocolError(
-                f"the peer runs Python {hello.python}, this process {ours.python}: what one pickles the other may not read"
+                f"the peer runs Python {hello.python}, this process {ours.python}: they cannot read each other's pickles"
             )
         return hello
 

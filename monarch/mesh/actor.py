@@ -109,8 +109,13 @@ class ActorClass:
         return not self.endpoints or any(spec.is_async for spec in self.endpoints.values())
 
 
-@functools.lru_cache(maxsize=1024)
 def class_of(cls: type) -> ActorClass:
+    """What is known of `cls`; worked out once."""
+    return _class_of(cls)
+
+
+@functools.lru_cache(maxsize=1024)
+def _class_of(cls: Any) -> ActorClass:
     endpoints = {}
     for name in dir(cls):
         found = inspect.getattr_static(cls, name)

@@ -1,7 +1,7 @@
 """Meshes of actors: the reference that endpoints are called on, whole or in views.
 
-An `ActorMesh` is a list of processes and one number: each member is the actor of that number in its process. It holds no
-live object, so that it pickles; only the one that `spawn` returned may stop its actors.
+An `ActorMesh` is a list of processes and one number: each member is the actor of that number in its process. It holds
+no live object, so that it pickles; only the one that `spawn` returned may stop its actors.
 
 An endpoint wins over a method of the mesh that has its name. The mesh's own is then reached through the class:
 `ActorMesh.stop(actors)`.
@@ -78,7 +78,8 @@ class ActorMesh(MeshView, Generic[A]):
         known = self._actor_class()
         spec = known.endpoints.get(name)
         if spec is not None:
-            found = self.__dict__[name] = Endpoint(self, spec)
+            found: Endpoint[Any, Any] = Endpoint(self, spec)
+            self.__dict__[name] = found
             return found
         method = inspect.getattr_static(known.cls, name, None)
         if callable(method):

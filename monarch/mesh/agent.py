@@ -1,7 +1,8 @@
 """The agent of a process: makes actors from SPAWN messages, stops them, and tells owners of their ends.
 
-A SPAWN message is `[SpawnInfo, *body]`. The info is decoded here, on the driving thread, and holds nothing of the user's;
-the body is the encoded (class, args, kwargs), which the actor's own thread decodes, so that a slow import delays nobody.
+A SPAWN message is `[SpawnInfo, *body]`. The info is decoded here, on the driving thread, and holds nothing of the
+user's; the body is the encoded (class, args, kwargs), which the actor's own thread decodes, so that a slow import
+delays nobody.
 
 A process may have a gate: while a bootstrap function runs in it, which came first, other actors are not made yet.
 """

@@ -1,8 +1,8 @@
 """Endpoints: methods that others may call, and the adverbs that say how the replies come back.
 
-`@endpoint` makes a method an `EndpointProperty` of its class. On a mesh, the attribute of that name is an `Endpoint`, whose
-adverbs bind the arguments to the method's signature here, at the caller (a mistake is a TypeError at the call), encode
-them once, and send one message to each member of the view.
+`@endpoint` makes a method an `EndpointProperty` of its class. On a mesh, the attribute of that name is an `Endpoint`,
+whose adverbs bind the arguments to the method's signature here, at the caller (a mistake is a TypeError at the call),
+encode them once, and send one message to each member of the view.
 """
 
 from __future__ import annotations
@@ -276,7 +276,7 @@ class Endpoint(Generic[P, R]):
         return iter(reply.futures)
 
     def broadcast(self, *args: P.args, **kwargs: P.kwargs) -> None:
-        """Send to all members, and expect no reply: an exception in the endpoint ends the actor, and its owner hears."""
+        """Send to all members, and expect no reply: an exception in the endpoint ends its actor, whose owner hears."""
         self._mesh._cast(self._encode(args, kwargs), 0)
 
     def rref(self, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -2,8 +2,8 @@
 
 It starts as a copy of the template, with all signals blocked, and must keep nothing of it but the imported modules: no
 descriptor, no signal handler, no state of random generators, no environment. What it becomes is in the memory file of
-its request, which it reads here. Then it either execs its command, or returns its `Job`, and the interpreter runs that
-after the template's frames have been left (`template.main`).
+its request, which it reads here. Then it either execs its command, or returns its `Job`; after the template's frames
+have been left, `template.main` lets signals in and runs it.
 """
 
 from __future__ import annotations
@@ -98,7 +98,6 @@ def _become(birth: Birth) -> Job:
     _reseed(birth, env)
     gc.enable()  # what the template made stays frozen: collections neither visit nor unshare it
     os.close(birth.reports)
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])
     return job
 
 
@@ -132,7 +131,8 @@ def _exec(birth: Birth, job: Job, command: list[Any], env: dict[str, str], limit
 
 def _say(birth: Birth, text: str) -> None:
     """Tell the template why this process does not come up. One write, so that it arrives in one piece."""
-    os.write(birth.reports, json.dumps([os.getpid(), text[:500]]).encode() + b"\n")
+    with contextlib.suppress(OSError):
+        os.write(birth.reports, json.dumps([os.getpid(), text[:500]]).encode() + b"\n")
 
 
 def _read_at(fd: int, at: int, size: int) -> bytes:

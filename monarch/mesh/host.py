@@ -12,6 +12,7 @@ import pickle
 import socket
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 from attrs import define, evolve, field
@@ -140,7 +141,8 @@ class HostAgent:
         """Start processes; returns at once. What goes wrong shows as the end of the process."""
         runtime = self._runtime
         config = settings.export()
-        boots, on_exit = [], []
+        boots: list[Boot] = []
+        on_exit: list[Callable[[Exit], None]] = []
         launched = []
         for request in requests:
             proc = evolve(request.proc, keeper=runtime.proc_id)
@@ -150,7 +152,7 @@ class HostAgent:
             launched.append(each)
             scheme = runtime.gateway.transport.scheme
             boots.append(Boot(proc, runtime.root, scheme, self._listen, runtime.secret, config, request.gated))
-            on_exit.append(lambda exit, proc=proc, each=each: self._exited(proc, each, exit))
+            on_exit.append(partial(self._exited, proc, each))
         children = self._starter.start(requests, boots, on_exit)
         limit_s = settings.get("mesh_proc_spawn_max_idle")
         for each, child in zip(launched, children, strict=True):
@@ -215,7 +217,7 @@ class HostAgent:
                 answered[0] = True
                 runtime.answer(envelope, "down", "its host does not know this process")
                 return
-            runtime.gateway.when_settled(peer, lambda key=key: settled(key))
+            runtime.gateway.when_settled(peer, partial(settled, key))
         if not left and not answered[0]:
             answered[0] = True
             runtime.answer(envelope, "up")
@@ -242,7 +244,7 @@ class HostAgent:
                 if launched is not None:
                     left.add(key)
                     stopping.append(launched)
-                    self._on_down.setdefault(key, []).append(lambda key=key: one_down(key))
+                    self._on_down.setdefault(key, []).append(partial(one_down, key))
         if not stopping:
             then()
             return

@@ -34,10 +34,15 @@ from typing import Any, Final
 from attrs import define, evolve, field
 
 from monarch.core import linux
+from monarch.log import get_logger
 from monarch.mesh.bootstrap import default_bootstrap_cmd, fresh_interpreter_cmd
 from monarch.mesh.process import Exit, LaunchSpec, must_exec
 from monarch.mesh.template import DRIVER_FD, SETUP_FD, SOCKET_FD, START
 from monarch.mesh.wire import Message, Wire, close_all, explain, memory_file
+
+__all__ = ["DEFAULT_PRELOAD", "Child", "Exit", "LaunchSpec", "Launcher"]
+
+log = get_logger("monarch.launcher")
 
 DEFAULT_PRELOAD: Final = ("asyncio", "attrs", "cloudpickle", "faulthandler", "pickle", "socket", "threading")
 
@@ -204,7 +209,7 @@ class Launcher:
             if pidfd is not None:
                 fds[DRIVER_FD] = pidfd
             facts = {
-                "path": [str(p) for p in sys.path],
+                "path": _absolute(sys.path),
                 "preload": [*self._preload, *sorted(entries or ())],
                 "driver": os.getpid(),
                 "pidfd": pidfd is not None,
@@ -232,6 +237,7 @@ class Launcher:
             far.close()
             close_all(fds.values())
         template = _Template(pid, Wire(near.detach()), env)
+        log.debug("template.started", pid=pid)
         self._ready.watch(template.wire.fileno())
         return template
 
@@ -296,6 +302,8 @@ class Launcher:
         match message["op"]:
             case "ready":
                 template.ready = True
+                if (message["threads"] or 1) > 1:
+                    log.warning("template.has_threads", threads=message["threads"], preload=self._preload)
             case "started":
                 for id, pid in message["children"]:
                     if id in template.children:
@@ -336,6 +344,7 @@ class Launcher:
         template.wire.close()
         status = _reap(template.pid)
         how = f"the template process {template.pid}, its parent, " + Exit(template.pid, *status).describe()
+        log.debug("template.ended", pid=template.pid, code=status[0], signal=status[1])
         for child in list(template.children.values()):
             if child.pid is None:
                 self._end(child, Exit(None, error=how if template.ready else f"{how} before it was ready"))
@@ -425,6 +434,15 @@ def _disown_all() -> None:
 
 
 os.register_at_fork(after_in_child=_disown_all)
+
+
+def _absolute(path: Sequence[str]) -> list[str]:
+    """`path` for a process in another directory."""
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:  # it was removed: nothing can be imported from there
+        return [str(p) for p in path if os.path.isabs(p)]
+    return [os.path.join(here, p) for p in path]
 
 
 def _is_open(fd: int) -> bool:

@@ -1,8 +1,8 @@
 """Ports: typed addresses that values are sent to, and the sinks that collect replies.
 
-A `Port` is a reference: it pickles, and where it is unpickled it belongs to the actor that unpickles it, so that a bounce
-goes to the right sender. Its `PortReceiver` stays where it was opened. The reply of a call is a value sent to a port that
-takes as many replies as the call has members.
+A `Port` is a reference: it pickles, and where it is unpickled it belongs to the actor that unpickles it, so that a
+bounce goes to the right sender. Its `PortReceiver` stays where it was opened. The reply of a call is a value sent to
+a port that takes as many replies as the call has members.
 """
 
 from __future__ import annotations

@@ -208,7 +208,8 @@ class ProcMesh(MeshView):
             point = self._region.point_of_base_rank(base)
             rows.append((str(base), str(point), str(self._procs[position].uid)))
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
-        return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
+        padded = (map(str.ljust, row, widths) for row in rows)
+        return "\n".join("  ".join(cells).rstrip() for cells in padded)
 
     # ---- references
 

@@ -59,10 +59,12 @@ SOCKET_FD: Final = 3
 DRIVER_FD: Final = 4
 SETUP_FD: Final = 5
 
-# What a fresh interpreter runs first: it must not import a single file before `sys.path` is the driver's.
+# What a fresh interpreter runs first: it must not import a file of ours before `sys.path` is the driver's. It leaves
+# the driver's directory, which may be removed or unmounted while the template lives.
 START: Final = f"""\
-import sys
+import sys, os
 sys.path[:] = [p for p in sys.path if p]
+os.chdir("/")
 import json
 with open({SETUP_FD}) as f: setup = json.load(f)
 sys.path[:] = setup["path"]
@@ -400,6 +402,7 @@ def main(setup: Message) -> None:
     job = Template(wire, driver, library_fds, thread_setter(), wake, reports).serve()
     if job is None:
         os._exit(0)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # out of the loop: an interrupt now ends this process as any other
     job.run()
 
 

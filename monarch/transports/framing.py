@@ -196,7 +196,7 @@ class FrameDecoder:
             here = min(end - pos, size)
             if here < size and self.max_frame_bytes is not None:
                 break  # a stranger's: wait in `pending`, which `max_frame_bytes` bounds
-            part = self._reserve(size)
+            part = self.reserve(size)
             part_view = memoryview(part)
             part_view[:here] = memoryview(data)[pos : pos + here]
             self._parts.append(part)
@@ -207,7 +207,8 @@ class FrameDecoder:
         return pos
 
     @staticmethod
-    def _reserve(size_bytes: int) -> bytearray:
+    def reserve(size_bytes: int) -> bytearray:
+        """Memory for a large part. Raises RemoteProtocolError where nobody could have it."""
         try:
             return bytearray(size_bytes)
         except (MemoryError, OverflowError) as error:

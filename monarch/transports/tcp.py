@@ -54,7 +54,7 @@ def _load() -> Any:
                 import pynng
 
                 lib = pynng.lib
-                # Before the first socket: 6 threads instead of 12 and more, one set per CPU, at the same latency.
+                # Before the first socket: 7 threads (counted with 2 CPUs), not one set per CPU, at the same latency.
                 for name, value in (
                     ("NNG_INIT_NUM_TASK_THREADS", 2),
                     ("NNG_INIT_MAX_TASK_THREADS", 2),

@@ -37,12 +37,12 @@ from attrs import define, field
 
 from monarch.errors import LinkClosed, LinkSevered, ProtocolError, RemoteProtocolError, TransportError
 from monarch.transports.base import Buffer, Frame
-from monarch.transports.framing import COUNT, GOODBYE_COUNT, MARKER, MAX_PARTS, Tail, header
+from monarch.transports.framing import COUNT, GOODBYE_COUNT, MARKER, MAX_PARTS, FrameDecoder, Tail, header
 from monarch.transports.stream import QUEUE_BYTES, TURN_BYTES, discard, send_some, severed
 
 PLAIN_BYTES: Final = 64 << 10
-"""Parts of this size and above take the plain connection. It is also where `Link.recv_nowait` begins to promise writable
-memory, which nng does not give; an echo of 32, 64 and 128 KiB took 279, 308 and 295 us: speed asks for nothing else."""
+"""Parts of this size and above take the plain connection. From here on `Link.recv_nowait` promises writable memory,
+which nng does not give; an echo of 32, 64 and 128 KiB took 279, 308 and 295 us, so speed asks for no other value."""
 
 MESSAGE_BYTES: Final = 256 << 10
 """Frames are joined up to this; what a frame has beyond it takes the plain connection too."""
@@ -291,13 +291,13 @@ class TcpLink:
             pos, end = 0, len(message)
             self._arrived_bytes += end
             while pos < end:
-                (count,) = COUNT.unpack_from(message, pos)
-                if count > MAX_PARTS:
+                try:
+                    (count,) = COUNT.unpack_from(message, pos)
                     if count == GOODBYE_COUNT:
                         raise LinkClosed(f"{self.peer} closed the link")
-                    raise RemoteProtocolError(f"{self.peer} announces a frame of {count} parts")
-                layout = header(count)
-                try:
+                    if count > MAX_PARTS:
+                        raise RemoteProtocolError(f"{self.peer} announces a frame of {count} parts")
+                    layout = header(count)
                     sizes = layout.unpack_from(message, pos)[1:]
                 except struct.error:
                     raise RemoteProtocolError(f"{self.peer} sent a message that ends inside a frame") from None
@@ -305,7 +305,7 @@ class TcpLink:
                 parts: Frame = []
                 for size in sizes:
                     if size & _ON_PLAIN:
-                        part = bytearray(size & _SIZE_MASK)
+                        part = FrameDecoder.reserve(size & _SIZE_MASK)
                         view = memoryview(part)
                         while len(view):
                             try:

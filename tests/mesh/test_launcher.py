@@ -421,7 +421,7 @@ def test_a_variable_read_at_exec_makes_a_fresh_interpreter(bench: Bench, tmp_pat
     again = bench.told(code, {**env, "PYTHONHASHSEED": "0"})
 
     assert first == again == [0, first[1], sys.argv, False, os.getcwd()]
-    assert bench.exits[-1][1].command == f"{sys.executable} -c ..."
+    assert str(bench.exits[-1][1].command).endswith(" -c ...")
 
 
 def test_the_default_command_with_variables_still_forks(bench: Bench) -> None:

@@ -74,8 +74,6 @@ def meshes() -> None:
     assert_type(current_rank()["gpus"], int)
 
     procs.spawn("worker", int)  # type: ignore[type-var]
-    procs.spawn("worker", Worker, scale="large")  # type: ignore[arg-type]
-    procs.spawn("worker", Worker, 1.0, 2.0)  # type: ignore[call-arg]
 
 
 def adverbs(worker: Worker) -> None:

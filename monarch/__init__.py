@@ -3,24 +3,11 @@
 from __future__ import annotations
 
 import importlib
-from importlib import metadata, util
-from pathlib import Path
+import os
+import sys
 from typing import Any
 
 __version__ = "0.1.0"
-
-
-def _refuse_torchmonarch() -> None:
-    """Two distributions own the top-level name `monarch`: installed together, their files are mixed up."""
-    try:
-        version = metadata.version("torchmonarch")
-    except metadata.PackageNotFoundError:
-        return
-    raise ImportError(
-        f"torchmonarch {version} is installed beside monarch-actors, and both own the package `monarch`. Remove one, "
-        "and reinstall the other: pip uninstall torchmonarch && pip install --force-reinstall monarch-actors"
-    )
-
 
 _LAZY = {"ActorFuture": ("monarch.core.future", "Future")}
 
@@ -32,5 +19,15 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'monarch' has no attribute {name!r}")
 
 
-if (Path(__file__).parent / "_rust_bindings").exists() or util.find_spec("torchmonarch") is not None:
-    _refuse_torchmonarch()
+def _refuse_torchmonarch() -> None:
+    """Two distributions own the top-level name `monarch`; where both are installed, their files are mixed up."""
+    for folder in (os.path.dirname(os.path.dirname(__file__)), *sys.path):
+        if os.path.exists(os.path.join(folder, "monarch", "_rust_bindings")):
+            raise ImportError(
+                f"torchmonarch is installed beside monarch-actors (in {folder}), and both own the package `monarch`. "
+                "Remove torchmonarch, and install this one again: pip uninstall torchmonarch && "
+                "pip install --force-reinstall monarch-actors"
+            )
+
+
+_refuse_torchmonarch()

@@ -228,6 +228,8 @@ class CallerDriver:
             signal.nudge()
         if threading.current_thread() is not self._thread:
             self._thread.join(5.0)
+        if self._lead.acquire(timeout=1.0):  # whoever leads is out of the pump: what it polls may be closed now
+            self._lead.release()
 
 
 def make_driver(name: str) -> Driver:
@@ -254,7 +256,8 @@ class WakeFd:
 
     def drain(self) -> None:
         try:
-            os.eventfd_read(self._fd)
+            if self._fd >= 0:
+                os.eventfd_read(self._fd)
         except BlockingIOError:
             pass
 

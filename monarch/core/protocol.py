@@ -79,7 +79,7 @@ class Hello:
             raise RemoteProtocolError(f"the peer speaks wire version {hello.wire}, this process {ours.wire}")
         if hello.python != ours.python:
             raise RemoteProtocolError(
-                f"the peer runs Python {hello.python}, this process {ours.python}: they cannot read each other's pickles"
+                f"the peer runs Python {hello.python}, this process {ours.python}: their pickles differ"
             )
         return hello
 

@@ -112,7 +112,8 @@ class RootClient(ProcClient):
             except Exception as error:
                 log.warning("shutdown.unfinished", error=str(error))
                 self.agent.close(0.2)
-        if self._faults.fatal:
+        if self._faults.fatal and sys.excepthook is _exit_with_1 and not _leaving:
+            # The program caught the KeyboardInterrupt and came to its end: the status still tells the truth.
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
@@ -160,9 +161,14 @@ class _Faults:
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
+_leaving = False
+
+
 def _exit_with_1(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """`sys.excepthook` of a program that ends by a fault. An uncaught KeyboardInterrupt would end it by SIGINT, and
     would skip nothing on its way but the status: so run the rest of a normal end here, and leave with 1."""
+    global _leaving
+    _leaving = True
     if not isinstance(error, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
     threading._shutdown()  # type: ignore[attr-defined]

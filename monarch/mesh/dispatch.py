@@ -218,7 +218,7 @@ class ActorBehavior:
         if envelope.reply_port:
             self._instance.proc_runtime.send(envelope.reply(parts), None)
         else:
-            port._send(parts, Flag(0))
+            port._send(parts, 0)
         return None
 
     def _reply_error(self, envelope: Envelope, port: Port[Any] | None, error: Exception) -> Down | None:

@@ -87,8 +87,9 @@ class ProcessStarter:
     """Real processes."""
 
     def __init__(self, runtime: MeshProc) -> None:
+        self._gateway = runtime.gateway
         self.launcher = Launcher(preload=_PRELOAD)
-        runtime.gateway.add_pollable(self.launcher.fileno(), self.launcher.pump)
+        self._gateway.add_pollable(self.launcher.fileno(), self.launcher.pump)
 
     def start(self, requests: list[LaunchRequest], boots: list[Boot], on_exit: list[Callable[[Exit], None]]) -> Any:
         specs = [
@@ -104,6 +105,7 @@ class ProcessStarter:
         return self.launcher.launch_all(specs, on_exit)
 
     def close(self, timeout_s: float) -> None:
+        self._gateway.remove_pollable(self.launcher.fileno())
         self.launcher.close(timeout_s)
 
 

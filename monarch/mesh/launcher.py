@@ -392,7 +392,7 @@ class Launcher:
                     os.kill(template.pid, signal.SIGKILL)
             poll = select.poll()
             poll.register(self._ready.fileno(), select.POLLIN)
-            poll.poll(max(left_s, 0.1) * 1000)
+            poll.poll(100)  # another thread that pumps may have taken the event meanwhile
             pump()
         pump()
         with self._lock:

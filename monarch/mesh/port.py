@@ -53,13 +53,13 @@ class Port(Generic[T]):
         Raises:
             Exception: what pickling `value` raised, unchanged.
         """
-        self._send(codec.encode(value), Flag(0))
+        self._send(codec.encode(value), 0)
 
     def exception(self, error: BaseException) -> None:
         """Send an exception: whoever receives gets exactly it, raised."""
         self._send(exceptions.encode_exception(error), Flag.ERROR | Flag.RAW_ERROR)
 
-    def _send(self, parts: list[Any], flags: Flag) -> None:
+    def _send(self, parts: list[Any], flags: int) -> None:
         if self._port is None:
             return
         self._used()

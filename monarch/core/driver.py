@@ -119,6 +119,7 @@ class CallerDriver:
     def __init__(self) -> None:
         self._stopping = False
         self._lead = threading.Lock()
+        self._leader = 0  # identity of the waiting thread that leads
         self._followers: deque[Signal] = deque()
         self._led_at_s = 0.0  # when a waiting thread led last
         self._leads = 0  # how often one began to
@@ -138,6 +139,8 @@ class CallerDriver:
         while not signal.is_set:
             left_s = None if deadline_s is None else deadline_s - time.monotonic()
             if left_s is not None and left_s <= 0:
+                if not self._lead.locked():
+                    self._promote()  # this thread may have been chosen to lead at the moment when its time was over
                 return False
             if self._stopping:
                 return _sleep_until_set(signal, left_s)
@@ -158,6 +161,7 @@ class CallerDriver:
 
     def _lead_until(self, signal: Signal, deadline_s: float | None) -> None:
         signal.wake = self._wake
+        self._leader = threading.get_ident()
         try:
             while not signal.is_set and not self._stopping:
                 left_s = None if deadline_s is None else deadline_s - time.monotonic()
@@ -166,6 +170,7 @@ class CallerDriver:
                 self._pump(left_s)
         finally:
             signal.wake = None
+            self._leader = 0
 
     def _follow(self, signal: Signal, left_s: float | None) -> None:
         self._followers.append(signal)
@@ -228,6 +233,10 @@ class CallerDriver:
             signal.nudge()
         if threading.current_thread() is not self._thread:
             self._thread.join(5.0)
+            if self._leader == threading.get_ident():
+                return  # called from inside the pump
+        else:
+            return
         if self._lead.acquire(timeout=1.0):  # whoever leads is out of the pump: what it polls may be closed now
             self._lead.release()
 
@@ -245,23 +254,36 @@ class WakeFd:
     """A descriptor that any thread can make readable, to end a poll."""
 
     def __init__(self) -> None:
-        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._owned: _OwnedFd | None = _OwnedFd(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
 
     def fileno(self) -> int:
-        return self._fd
+        return self._owned.fd if self._owned is not None else -1
 
     def wake(self) -> None:
-        if self._fd >= 0:
-            os.eventfd_write(self._fd, 1)
+        owned = self._owned
+        if owned is not None:
+            os.eventfd_write(owned.fd, 1)
 
     def drain(self) -> None:
+        owned = self._owned
         try:
-            if self._fd >= 0:
-                os.eventfd_read(self._fd)
+            if owned is not None:
+                os.eventfd_read(owned.fd)
         except BlockingIOError:
             pass
 
     def close(self) -> None:
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        self._owned = None
+
+
+class _OwnedFd:
+    """Closed with its last reference: a thread that wakes while another closes must not write into a file that got the
+    same number meanwhile."""
+
+    __slots__ = ("fd",)
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        close(self.fd)

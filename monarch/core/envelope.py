@@ -119,7 +119,7 @@ def parse(frame: list[Buffer]) -> Envelope:
     Raises:
         RemoteProtocolError: the head is not one.
     """
-    head = frame[0]
+    head = frame[0] if frame else b""
     if len(head) != HEAD.size:
         raise RemoteProtocolError(f"a message head of {len(head)} bytes, not {HEAD.size}")
     kind, flags, ttl, rank, dst_proc, dst_actor, dst_port, src_proc, src_actor, seq, reply = HEAD.unpack(head)

@@ -12,6 +12,7 @@ import math
 import threading
 import warnings
 from collections.abc import Awaitable, Callable, Coroutine, Generator
+from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from monarch.core.driver import Driver, Signal
@@ -34,6 +35,7 @@ class Future(Generic[R]):
     _explain: Callable[[], str] | None
     _resolving: threading.RLock | None
     _thunk: Callable[[], R] | None
+    _traceback: TracebackType | None
     _value: Any
 
     __slots__ = (
@@ -45,6 +47,7 @@ class Future(Generic[R]):
         "_explain",
         "_resolving",
         "_thunk",
+        "_traceback",
         "_value",
     )
 
@@ -63,6 +66,7 @@ class Future(Generic[R]):
         self._callbacks = None
         self._value = None
         self._error = None
+        self._traceback = None
         return self
 
     @classmethod
@@ -144,10 +148,12 @@ class Future(Generic[R]):
                     try:
                         self._value = thunk()
                     except BaseException as error:
+                        self._traceback = error.__traceback__
                         self._error = error
                     self._thunk = None
         if self._error is not None:
-            raise self._error
+            # Every raise prepends its frames to the traceback of the object: start over, or it grows with each look.
+            raise self._error.with_traceback(self._traceback)
         value: R = self._value
         return value
 

@@ -34,7 +34,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from enum import Enum
-from functools import partial
 from typing import Final
 
 from attrs import define, field
@@ -52,8 +51,16 @@ from monarch.transports.base import Buffer, Frame, Link, Listener, Transport
 log = get_logger("monarch.gateway")
 
 _HELLO_LIMIT_S: Final = 10.0
+_GOODBYE_LIMIT_S: Final = 0.25
+# A lone frame leaves at once, from the thread that sends it. One who goes on sending without waiting for anything sends
+# the first `_BURST` so, and then `_SEND_EVERY` together; the rest leaves with the next pump, which an idle side thread
+# makes at once. 1000 calls at a time: over tcp 22 k/s when all go one by one, and 45 k/s so; over ipc 48 and 62 k/s.
+_BURST: Final = 8
+_SEND_EVERY: Final = 32
+_SEND_MOST: Final = 1024
 _REDIAL_FIRST_S: Final = 0.005
 _REDIAL_MOST_S: Final = 0.5
+_LONGEST_POLL_S: Final = 3600.0  # epoll counts milliseconds in an int
 
 
 class State(Enum):
@@ -89,10 +96,13 @@ class Peer:
     connecting: bool = False
     down: Down | None = None
     lock: threading.Lock = field(factory=threading.Lock)
-    outbox: deque[Frame] = field(factory=deque)
+    outbox: deque[tuple[Frame, int]] = field(factory=deque)  # with their sizes in bytes
     outbox_bytes: int = 0
+    burst: int = 0  # frames sent one by one since the pump last had to do with this peer
     waiting_for_room: list[Signal] = field(factory=list)
     waiting_for_state: list[Callable[[], None]] = field(factory=list)
+    breaks: int = 0
+    """How often its link broke."""
 
     @property
     def key(self) -> int:
@@ -128,11 +138,14 @@ class Gateway:
         self._closed = False
         self._epoll = select.epoll()
         self._handlers: dict[int, Callable[[int], None]] = {}
+        self._links: dict[Link, int] = {}  # every link that was registered and not dropped yet, and its descriptor
+        self._newcomers: dict[Link, Callable[[], None]] = {}  # those whose hello is awaited, and who hears of a refusal
         self._wake = WakeFd()
         self._add(self._wake.fileno(), lambda _: self._wake.drain())
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._timer_count = itertools.count()
         self._owing_acks: set[Peer] = set()
+        self._corked: deque[Peer] = deque()  # those whose outbox the next pump looks at
         self._acks_due_s = 0.0
 
     # ---- starting and ending
@@ -151,20 +164,28 @@ class Gateway:
         return self._listener.url if self._listener is not None else ""
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Wait until peers have what was sent to them, say goodbye, and end. Blocks up to `timeout_s`."""
+        """Wait until peers have what was sent to them, say goodbye, and end. Blocks up to `timeout_s`; with 0 the
+        process ends without a word, as if it had been killed."""
         if self._closed:
             return
         deadline_s = time.monotonic() + timeout_s
         signal = Signal()
-        for peer in list(self.peers.values()):
-            with peer.lock:
-                if peer.link is not None:
-                    self._send_now(peer, peer.session.control(FrameType.GOODBYE))
+        told: set[Link] = set()
 
         def settled() -> bool:
-            return not any(p.state is State.UP and (p.session.unacked or p.outbox) for p in list(self.peers.values()))
+            left = False
+            for peer in list(self.peers.values()):
+                with peer.lock:
+                    if peer.link is None:
+                        left = left or bool(peer.session.unacked and peer.connecting and not peer.said_goodbye)
+                        continue
+                    if peer.link not in told:
+                        told.add(peer.link)
+                        self._send_now(peer, peer.session.control(FrameType.GOODBYE))
+                    left = left or bool(peer.session.unacked or peer.outbox)
+            return not left
 
-        while not settled() and time.monotonic() < deadline_s:
+        while time.monotonic() < deadline_s and not settled():
             # Acknowledgements come in through the pump; look again after each.
             signal.clear()
             self.call_later(0.005, signal.notify)
@@ -173,22 +194,40 @@ class Gateway:
         self.driver.stop()
         if self._listener is not None:
             self._listener.close()
+        self._epoll.close()  # first: a link dialed at this moment fails to register, and is dropped by its thread
         for peer in list(self.peers.values()):
-            link, peer.link = peer.link, None
-            if link is not None:
-                link.abort()
-        self._epoll.close()
+            with peer.lock:
+                link, peer.link = peer.link, None
+                settling, peer.waiting_for_state = peer.waiting_for_state, []
+                room, peer.waiting_for_room = peer.waiting_for_room, []
+            left_s = min(deadline_s - time.monotonic(), _GOODBYE_LIMIT_S)
+            if link is not None and not link.blocked and left_s > 0:
+                link.close(left_s)  # an abort could overtake the goodbye
+            for notify in (*settling, *(each.notify for each in room)):
+                notify()
+        for link in list(self._links):
+            link.abort()
+        self._links.clear()
+        self._newcomers.clear()
+        self._handlers.clear()
+        self._timers.clear()
         self._wake.close()
 
     # ---- the pump
 
     def pump(self, timeout_s: float | None) -> None:
         """Take in what has arrived and do what is due; waits up to `timeout_s` when there is nothing."""
+        while self._corked:
+            peer = self._corked.popleft()
+            if peer.link is not None:
+                self._on_link(peer, peer.link, select.EPOLLOUT)
         now_s = time.monotonic()
         due_s = self._next_deadline_s()
         if due_s is not None:
             left_s = max(0.0, due_s - now_s)
             timeout_s = left_s if timeout_s is None else min(timeout_s, left_s)
+        if timeout_s is not None and timeout_s > _LONGEST_POLL_S:
+            timeout_s = _LONGEST_POLL_S
         try:
             events = self._epoll.poll(timeout_s)
         except ValueError:
@@ -216,7 +255,10 @@ class Gateway:
                 if not self._timers or self._timers[0][0] > now_s:
                     break
                 _, _, action = heapq.heappop(self._timers)
-            action()
+            try:
+                action()
+            except Exception:
+                log.exception("gateway.timer_failed", proc=str(self.proc.uid))
         if self._owing_acks and now_s >= self._acks_due_s:
             owing, self._owing_acks = self._owing_acks, set()
             for peer in owing:
@@ -262,6 +304,8 @@ class Gateway:
             None, or why it cannot be delivered: the peer is gone, or unknown.
         """
         peer = self.peers.get(envelope.dst_proc)
+        if self._closed:
+            return Down("stopped", f"process {self.proc.uid}, which sends this, has closed its links")
         if peer is None:
             if proc is None:
                 return Down("unreachable", "no gateway on its way knows the destination process")
@@ -272,6 +316,8 @@ class Gateway:
             if peer.down is not None:
                 return peer.down
             self._send_now(peer, peer.session.wrap(parts, size_bytes), size_bytes)
+        if peer.state is State.NEW and not peer.connecting:
+            self.connect(peer.proc)  # it is known, and nobody has dialed it yet
         if may_wait and self._backlog(peer) > self.limits.send_buffer_bytes:
             self._wait_for_room(peer)
         return None
@@ -281,7 +327,8 @@ class Gateway:
         link = peer.link
         if link is None:
             return
-        if not peer.outbox:
+        if not peer.outbox and peer.burst < _BURST:
+            peer.burst += 1
             try:
                 taken = link.send_nowait((frame,))
             except TransportError:
@@ -290,10 +337,18 @@ class Gateway:
                 if link.blocked:
                     self._watch(link, True)
                 return
-        peer.outbox.append(frame)
+        peer.outbox.append((frame, size_bytes))
         peer.outbox_bytes += size_bytes
-        if len(peer.outbox) == 1:
-            self._watch(link, True)
+        waiting = len(peer.outbox)
+        if waiting == 1:
+            self._corked.append(peer)
+            self._wake.wake()
+        elif waiting % _SEND_EVERY == 0:
+            # While the sender goes on, nobody may pump: what has queued up travels together.
+            try:
+                self._send_outbox(peer, link)
+            except TransportError:
+                pass  # as above
 
     def _watch(self, link: Link, writable: bool) -> None:
         try:
@@ -306,12 +361,8 @@ class Gateway:
         with peer.lock:
             if peer.link is not link:
                 return
-            if link.flush_nowait() and peer.outbox:
-                taken = link.send_nowait(tuple(peer.outbox))
-                for _ in range(taken):
-                    peer.outbox.popleft()
-                if taken:
-                    peer.outbox_bytes = sum(sum(map(len, frame)) for frame in peer.outbox) if peer.outbox else 0
+            peer.burst = 0
+            self._send_outbox(peer, link)
             self._watch(link, link.blocked or bool(peer.outbox))
             waiting = peer.waiting_for_room if self._backlog(peer) <= self.limits.send_buffer_bytes // 2 else []
             if waiting:
@@ -319,24 +370,41 @@ class Gateway:
         for signal in waiting:
             signal.notify()
 
+    def _send_outbox(self, peer: Peer, link: Link) -> None:
+        """Give the link what it has room for; the peer's lock is held."""
+        outbox = peer.outbox
+        while link.flush_nowait() and outbox:
+            taken = link.send_nowait([frame for frame, _ in itertools.islice(outbox, _SEND_MOST)])
+            if not taken:
+                return
+            for _ in range(taken):
+                peer.outbox_bytes -= outbox.popleft()[1]
+
     def _backlog(self, peer: Peer) -> int:
         return peer.outbox_bytes if peer.link is not None else peer.session.unacked_bytes
 
     def _wait_for_room(self, peer: Peer) -> None:
         signal = Signal()
-        while peer.down is None and self._backlog(peer) > self.limits.send_buffer_bytes // 2:
-            with peer.lock:
-                peer.waiting_for_room.append(signal)
-            if peer.down is None:
-                self.driver.wait(signal, 1.0)
+        while not self._closed:
             signal.clear()
+            with peer.lock:
+                if peer.down is not None or self._backlog(peer) <= self.limits.send_buffer_bytes // 2:
+                    return
+                if signal not in peer.waiting_for_room:
+                    peer.waiting_for_room.append(signal)
+            self.driver.wait(signal, 1.0)
 
     # ---- receiving
 
     def _on_link(self, peer: Peer, link: Link, event: int) -> None:
         try:
             if event & select.EPOLLOUT or link.blocked or peer.outbox:
-                self._flush(peer, link)
+                try:
+                    self._flush(peer, link)
+                except TransportError:
+                    while frames := link.recv_nowait():  # what it sent before its end still counts
+                        self._take(peer, link, frames)
+                    raise
             frames = link.recv_nowait()
             self._take(peer, link, frames)
         except (LinkClosed, TransportError) as error:
@@ -349,11 +417,16 @@ class Gateway:
         if not frames:
             return
         now_s = time.monotonic()
+        peer.burst = 0
         session = peer.session
         for frame in frames:
             inner = session.accept(frame, now_s)
             if inner is not None:
-                self._route(parse(inner))
+                envelope = parse(inner)
+                try:
+                    self._route(envelope)
+                except Exception:  # a bug above must not cost the messages behind this one
+                    log.exception("message.failed", proc=str(self.proc.uid), kind=envelope.kind)
             elif frame_type(frame) == FrameType.GOODBYE:
                 peer.said_goodbye = True
                 self._acknowledge(peer)
@@ -430,110 +503,144 @@ class Gateway:
         deadline_s = time.monotonic() + self.limits.message_delivery_timeout_s
         pause_s = _REDIAL_FIRST_S
         trouble = "nothing was tried"
-        up = Signal()
-        with peer.lock:
-            peer.waiting_for_state.append(up.notify)
+        news = Signal()
+        down: Down | None = None
         try:
-            while peer.state not in (State.UP, State.GONE) and not self._closed:
+            while not self._closed:
+                news.clear()
+                with peer.lock:
+                    if peer.state in (State.UP, State.GONE):
+                        return
+                    if news.notify not in peer.waiting_for_state:
+                        peer.waiting_for_state.append(news.notify)
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0:
                     text = (
                         f"process {peer.proc.uid} could not be reached for {self.limits.message_delivery_timeout_s:g} s"
                     )
-                    self.declare_gone(peer.proc, Down("unreachable", f"{text}: {trouble}", peer.pid, peer.host))
+                    down = Down("unreachable", f"{text}: {trouble}", peer.pid, peer.host)
                     return
-                up.clear()
                 try:
                     address = self._address_of(peer, left_s)
                     link = self.transport.dial(address, self._secret, min(left_s, _HELLO_LIMIT_S))
-                    self._greet(peer, link)
-                    self.driver.wait(up, min(left_s, _HELLO_LIMIT_S))
+                    self._greet(peer, link, news.notify)
+                    self.driver.wait(news, min(left_s, _HELLO_LIMIT_S))
                     trouble = "it accepted the connection and did not answer"
-                    continue
                 except PeerGone as error:
-                    self.declare_gone(peer.proc, error.down)
+                    down = error.down
                     return
                 except ConnectionRefusedError as error:
                     if peer.proc.keeper is None:
                         text = f"process {peer.proc.uid} is gone: nobody listens at {peer.address or peer.proc.address}"
-                        self.declare_gone(peer.proc, Down("unreachable", text, peer.pid, peer.host))
+                        down = Down("unreachable", text, peer.pid, peer.host)
                         return
                     trouble = str(error)
-                except (OSError, MonarchError) as error:
+                except (OSError, MonarchError, ValueError) as error:
                     trouble = f"{type(error).__name__}: {error}"
-                self.driver.wait(up, min(left_s, pause_s))
-                pause_s = min(2 * pause_s, _REDIAL_MOST_S)
+                news.clear()
+                if peer.state not in (State.UP, State.GONE) and not self._closed:
+                    self.driver.wait(news, min(left_s, pause_s))
+                    pause_s = min(2 * pause_s, _REDIAL_MOST_S)
         finally:
-            with peer.lock:
-                peer.connecting = False
-            if peer.state is State.BROKEN and not self._closed:
-                self._start_connecting(peer)
+            if down is not None and not self._closed:
+                found = down
+                self.call_later(0.0, lambda: self._give_up_dialing(peer, found))
+            else:
+                with peer.lock:
+                    peer.connecting = False
+                if peer.state is State.BROKEN and not self._closed:
+                    self._start_connecting(peer)
+
+    def _give_up_dialing(self, peer: Peer, down: Down) -> None:
+        """On the driving thread, where no link can come up meanwhile."""
+        with peer.lock:
+            peer.connecting = False
+            if peer.link is not None:
+                return  # it has dialed us in time
+        self.declare_gone(peer.proc, down)
 
     def _address_of(self, peer: Peer, left_s: float) -> str:
         if peer.proc.keeper is None:
-            return peer.proc.address
+            return peer.proc.address or peer.address
         return self._locate(peer.proc, left_s)
 
     def _hello(self, peer: Peer | None) -> Hello:
         received = peer.session.received if peer is not None else 0
         return Hello(str(self.proc), self.address, received, os.getpid(), socket.gethostname())
 
-    def _greet(self, peer: Peer, link: Link) -> None:
-        """A link that we dialed: say hello, and wait for the answer in the pump."""
-        link.send_nowait([self._hello(peer).encode()])
-        fd = link.fileno()
+    def _greet(self, peer: Peer, link: Link, refused: Callable[[], None]) -> None:
+        """A link that we dialed: say hello, and wait for the answer in the pump. `refused` hears when there is none."""
+        try:
+            link.send_nowait([self._hello(peer).encode()])
+            self._await_hello(link, peer, refused)
+        except BaseException:
+            self._drop(link)
+            raise
 
-        def on_event(event: int) -> None:
-            if link.blocked:
-                link.flush_nowait()
-            self._on_hello(link, peer)
-
-        self._add(fd, on_event)
+    def _await_hello(self, link: Link, dialed: Peer | None, refused: Callable[[], None] = lambda: None) -> None:
+        self._newcomers[link] = refused
+        self._links[link] = fd = link.fileno()
+        self._add(fd, lambda _: self._on_hello(link, dialed))
         if link.blocked:
             self._watch(link, True)
+        self.call_later(_HELLO_LIMIT_S, lambda: self._drop_if_silent(link))
 
     def _on_listener(self, event: int) -> None:
         assert self._listener is not None
         for link in self._listener.accept_nowait():
-            self._add(link.fileno(), partial(self._on_first_event, link))
-            self.call_later(_HELLO_LIMIT_S, partial(self._drop_if_silent, link))
+            self._await_hello(link, None)
             self._on_hello(link, None)
 
-    def _on_first_event(self, link: Link, event: int) -> None:
-        self._on_hello(link, None)
-
     def _drop_if_silent(self, link: Link) -> None:
-        if not any(peer.link is link for peer in list(self.peers.values())):
+        if link in self._newcomers:
+            log.info("link.silent", peer=link.peer, limit_s=_HELLO_LIMIT_S)
             self._drop(link)
 
     def _drop(self, link: Link) -> None:
-        try:
-            self._remove(link.fileno())
-        except (OSError, ValueError):
-            pass
+        """End a link, once: its descriptor may soon be another's."""
+        fd = self._links.pop(link, None)
+        if fd is not None:
+            self._remove(fd)
         link.abort()
+        refused = self._newcomers.pop(link, None)
+        if refused is not None:
+            refused()
 
     def _on_hello(self, link: Link, dialed: Peer | None) -> None:
         """The first frames of a new link: who is there, and what it has of the session."""
         try:
+            if link.blocked:
+                link.flush_nowait()
             frames = link.recv_nowait()
             if not frames:
                 return
             hello = Hello.decode(frames[0])
-            peer = dialed if dialed is not None else self.peer(ProcId.from_string(hello.proc))
-            if peer.down is not None or ProcId.from_string(hello.proc) != peer.proc:
+            proc = ProcId.from_string(hello.proc)
+            peer = dialed if dialed is not None else self.peer(proc)
+            if peer.down is not None or proc != peer.proc:
+                log.debug("link.unwanted", peer=link.peer, proc=hello.proc)
                 self._drop(link)
                 return
             if dialed is None:
                 # Our own hello goes first on this link, before any frame of the session.
                 link.send_nowait([self._hello(peer).encode()])
-            if not self._attach(peer, link, hello, we_dialed=dialed is not None):
-                self._drop(link)
-                return
-            self._take(peer, link, frames[1:])
-        except (TransportError, ProtocolError, ValueError) as error:
+            attached = self._attach(peer, link, hello, we_dialed=dialed is not None)
+        except TransportError as error:
+            log.debug("link.refused", peer=link.peer, error=str(error))
+            self._drop(link)
+            return
+        except (ProtocolError, ValueError) as error:
             log.warning("link.refused", peer=link.peer, error=str(error))
             self._drop(link)
+            return
+        if not attached:
+            self._drop(link)
+            return
+        try:
+            self._flush(peer, link)
+            self._take(peer, link, frames[1:])
+        except (TransportError, ProtocolError) as error:
+            self._lost(peer, link, error)
 
     def _attach(self, peer: Peer, link: Link, hello: Hello, *, we_dialed: bool) -> bool:
         """Let `link` carry the peer's session; False when another link has precedence."""
@@ -543,47 +650,51 @@ class Gateway:
             old = peer.link
             if old is not None and peer.we_dialed != we_dialed and we_dialed != (self.key < peer.key):
                 return False  # both dialed: the link of the smaller key stays
+            frames = peer.session.resume(hello.received)
             peer.link, peer.we_dialed = link, we_dialed
             peer.address, peer.pid, peer.host = hello.address, hello.pid, hello.host
             peer.state = State.UP
-            frames = peer.session.resume(hello.received)
+            self._newcomers.pop(link, None)
             peer.outbox.clear()
-            peer.outbox.extend(frames)
-            peer.outbox_bytes = sum(sum(map(len, frame)) for frame in frames)
+            peer.outbox.extend((frame, sum(map(len, frame))) for frame in frames)
+            peer.outbox_bytes = sum(size for _, size in peer.outbox)
             self._handlers[link.fileno()] = lambda event: self._on_link(peer, link, event)
             waiting, peer.waiting_for_state = peer.waiting_for_state, []
         if old is not None:
             self._drop(old)
         log.debug("link.up", peer=str(peer.proc.uid), via=link.peer, transport=self.transport.scheme)
-        self._flush(peer, link)
         for notify in waiting:
             notify()
         return True
 
     def _lost(self, peer: Peer, link: Link, error: Exception) -> None:
         """A peer's link ended. Find out whether the peer did, too."""
-        self._drop(link)
         with peer.lock:
-            if peer.link is not link:
-                return  # another has taken its place
-            peer.link = None
-            peer.outbox.clear()
-            peer.outbox_bytes = 0
-            if peer.down is None:
-                peer.state = State.BROKEN
+            current = peer.link is link
+            if current:
+                peer.link = None
+                peer.outbox.clear()
+                peer.outbox_bytes = 0
+                peer.breaks += 1
+                if peer.down is None:
+                    peer.state = State.BROKEN
+        self._drop(link)
+        if not current:
+            return  # another has taken its place
         log.debug("link.lost", peer=str(peer.proc.uid), error=str(error))
         if peer.down is not None or self._closed:
             return
         if self._keeps(peer.proc):
             # Its exit will be reported; if it lives, it dials us again.
-            self.call_later(self.limits.message_delivery_timeout_s, lambda: self._give_up_broken(peer, link))
+            breaks = peer.breaks
+            self.call_later(self.limits.message_delivery_timeout_s, lambda: self._give_up_broken(peer, breaks))
         elif peer.said_goodbye and peer.proc.keeper is None:
             self.declare_gone(peer.proc, Down("stopped", f"process {peer.proc.uid} has ended", peer.pid, peer.host))
         else:
             self._start_connecting(peer)
 
-    def _give_up_broken(self, peer: Peer, link: Link) -> None:
-        if peer.state is State.BROKEN:
+    def _give_up_broken(self, peer: Peer, breaks: int) -> None:
+        if peer.state is State.BROKEN and peer.breaks == breaks:
             text = f"the connection to process {peer.proc.uid} broke and did not come back"
             self.declare_gone(peer.proc, Down("unreachable", text, peer.pid, peer.host))
 

@@ -70,6 +70,8 @@ class Uid:
             if not text:
                 raise ValueError("an empty text is no uid")
             return cls.singleton(text)
+        if not number or not from_base58(number):
+            raise ValueError(f"{text!r} is no uid: there is no number behind the dash")
         return cls(label, from_base58(number))
 
     @property
@@ -106,17 +108,18 @@ class ProcId:
 
     @classmethod
     def from_string(cls, text: str) -> ProcId:
-        """The inverse of `str()`: `uid`, `uid@address`, or `uid@keeper@address`."""
-        uid, _, where = text.partition("@")
-        keeper, at, address = where.partition("@")
-        if at and "://" not in keeper:
-            return cls(Uid.from_string(uid), "", cls(Uid.from_string(keeper), address))
-        return cls(Uid.from_string(uid), where)
+        """The inverse of `str()`: `uid`, `uid@address`, or `uid@keeper`, where a keeper is a process in turn."""
+        name, _, where = text.partition("@")
+        uid = Uid.from_string(name.replace("%40", "@").replace("%25", "%"))
+        if where and "://" not in where.partition("@")[0]:
+            return cls(uid, "", cls.from_string(where))
+        return cls(uid, where)
 
     def __str__(self) -> str:
+        name = str(self.uid).replace("%", "%25").replace("@", "%40")
         if self.keeper is not None:
-            return f"{self.uid}@{self.keeper}"
-        return f"{self.uid}@{self.address}" if self.address else str(self.uid)
+            return f"{name}@{self.keeper}"
+        return f"{name}@{self.address}" if self.address else name
 
 
 @define(frozen=True)

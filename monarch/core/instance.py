@@ -22,9 +22,10 @@ import contextvars
 import itertools
 import threading
 import time
+import traceback
 from collections.abc import Callable, Coroutine
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from monarch.core.driver import Signal
 from monarch.core.envelope import Envelope
@@ -98,6 +99,17 @@ class Behavior(Protocol):
         ...
 
 
+_MESSAGES_PER_TURN: Final = 100
+"""An actor that is flooded with calls still looks at its timers after so many."""
+
+
+def _broken(what: str, error: BaseException) -> Down:
+    """A behavior that raises, which none may, ends its actor: nobody shall wait for it for ever."""
+    log.error("behavior.raised", method=what, error=repr(error))
+    trace = "".join(traceback.format_exception(error))
+    return Down("failed", f"{what} raised", error=f"{type(error).__name__}: {error}", traceback=trace)
+
+
 class State(Enum):
     BORN = "born"
     SERVING = "serving"
@@ -148,6 +160,11 @@ class Instance(Sender):
 
     # ---- on the actor's thread
 
+    def cut_off(self) -> None:
+        """End at once, without release or cleanup, as if the process had been killed."""
+        self.state = State.ENDED
+        self._loop.stop()
+
     def run(self, behavior: Behavior) -> None:
         """Live. Returns when the actor has ended."""
         self._behavior = behavior
@@ -169,7 +186,10 @@ class Instance(Sender):
             asyncio.set_event_loop(None)
 
     def _construct(self) -> None:
-        down = self._behavior.construct()
+        try:
+            down = self._behavior.construct()
+        except BaseException as error:
+            down = _broken("construct", error)
         if self.state is not State.BORN:
             return
         self.state = State.SERVING
@@ -179,7 +199,9 @@ class Instance(Sender):
     def _turn(self) -> None:
         """Serve control messages and calls until there is nothing to do now."""
         mailbox = self.mailbox
-        while self.state is not State.ENDED:
+        for _ in range(_MESSAGES_PER_TURN):
+            if self.state is State.ENDED:
+                return
             action = mailbox.take_control()
             if action is not None:
                 action()
@@ -194,10 +216,14 @@ class Instance(Sender):
             self._serve(envelope)
             if self._loop._ready:  # type: ignore[attr-defined]
                 return  # let asyncio have its turn
+        self.signal.notify()  # there may be more; timers and descriptors that are due go first
 
     def _serve(self, envelope: Envelope) -> None:
         self._current_envelope = envelope
-        outcome = self._behavior.handle(envelope)
+        try:
+            outcome = self._behavior.handle(envelope)
+        except BaseException as error:
+            outcome = _broken("handle", error)
         if outcome is None:
             self._current_envelope = None
             return
@@ -227,7 +253,10 @@ class Instance(Sender):
         self._after(task)
 
     def _after(self, task: asyncio.Task[Any]) -> None:
-        down = None if task.cancelled() else task.result()
+        try:
+            down = None if task.cancelled() else task.result()
+        except BaseException as error:
+            down = _broken("handle", error)
         if down is not None:
             self._end(down)
 
@@ -239,13 +268,15 @@ class Instance(Sender):
         self.down = down
         self.mailbox.close(down)
         behavior = self._behavior
-        if self._current_envelope is not None:
+        # One that was begun has been delivered: only who waits for its answer is told.
+        if self._current_envelope is not None and self._current_envelope.reply_port:
             behavior.abandon(self._current_envelope, down)
         for envelope in self.mailbox.drain():
             behavior.abandon(envelope, down)
         for task, envelope in list(self._concurrent.items()):
             task.cancel()
-            behavior.abandon(envelope, down)
+            if envelope.reply_port:
+                behavior.abandon(envelope, down)
         if self._current is not None:
             self._current.cancel()
         task = self._loop.create_task(self._wind_up(down, constructed))
@@ -259,7 +290,10 @@ class Instance(Sender):
         proc.gateway.call_later(
             proc.cleanup_timeout_s + proc.release_timeout_s, lambda: self._report(self._overdue(down))
         )
-        hidden_loop(lambda: self._behavior.release(down))
+        try:
+            hidden_loop(lambda: self._behavior.release(down))
+        except Exception:
+            log.exception("release.failed", actor=self.actor_id.name)
         if constructed:
             try:
                 cleanup = self._behavior.cleanup(down)

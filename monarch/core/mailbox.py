@@ -47,6 +47,8 @@ class Mailbox:
                     while (late := waiting.pop(expected, None)) is not None:
                         self._calls.append(late)
                         expected += 1
+                    if not waiting:
+                        del self._waiting[sender]
                 self._expected[sender] = expected
             else:
                 self._calls.append(envelope)
@@ -84,9 +86,9 @@ class Mailbox:
     def forget_sender(self, proc_key: int) -> None:
         """A process is gone: nothing more comes from its actors."""
         with self._lock:
-            for sender in [s for s in self._expected if s[0] == proc_key]:
-                del self._expected[sender]
-                self._waiting.pop(sender, None)
+            for known in (self._expected, self._waiting):
+                for sender in [s for s in known if s[0] == proc_key]:
+                    del known[sender]
 
     def __len__(self) -> int:
         return len(self._calls)

@@ -14,6 +14,10 @@ from typing import Final
 
 from attrs import define, evolve
 
+from monarch.log import get_logger
+
+log = get_logger("monarch.monitor")
+
 _TOMBSTONES: Final = 10_000
 
 
@@ -70,6 +74,7 @@ class Monitors:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._watchers: dict[Target, dict[int, Callable[[Down], None]]] = {}
+        self._due: dict[int, Callable[[Down], None]] = {}  # taken from the watchers, about to be called
         self._gone: OrderedDict[Target, Down] = OrderedDict()
         self._next = 0
 
@@ -90,6 +95,7 @@ class Monitors:
 
         def cancel() -> None:
             with self._lock:
+                self._due.pop(handle, None)
                 watchers = self._watchers.get(target)
                 if watchers is not None:
                     watchers.pop(handle, None)
@@ -112,16 +118,18 @@ class Monitors:
             self._gone[target] = down
             while len(self._gone) > _TOMBSTONES:
                 self._gone.popitem(last=False)
-            if actor:
-                due = list(self._watchers.pop(target, {}).values())
-            else:
-                due = [
-                    callback
-                    for each in [t for t in self._watchers if t[0] == proc]
-                    for callback in self._watchers.pop(each).values()
-                ]
-        for callback in due:
-            callback(down)
+            due: dict[int, Callable[[Down], None]] = {}
+            for each in [target] if actor else [t for t in self._watchers if t[0] == proc]:
+                due.update(self._watchers.pop(each, {}))
+            self._due.update(due)
+        for handle in due:
+            callback = self._due.pop(handle, None)
+            if callback is None:
+                continue  # cancelled by a callback before it, or by another thread
+            try:
+                callback(down)
+            except Exception:
+                log.exception("monitor.failed", reason=down.reason)
         return True
 
     def watched(self) -> int:

@@ -158,7 +158,7 @@ class Proc:
         elif kind == Kind.SYSTEM:
             self._deliver_request(envelope)
         elif kind == Kind.SPAWN:
-            self.handlers["spawn"](envelope)
+            self._handle("spawn", envelope)
         elif kind == Kind.BOUNCE:
             self._bounced(envelope, codec.decode(envelope.parts))
 
@@ -188,19 +188,48 @@ class Proc:
         if down is not None:
             self.bounce(envelope, down)
 
+    def expects(self, number: int) -> bool:
+        """Whether an actor of that number will be made here, however long it takes."""
+        return False
+
     def _refuse_unborn(self, number: int) -> None:
+        if self.expects(number):
+            self.gateway.call_later(_UNBORN_LIMIT_S, lambda: self._refuse_unborn(number))
+        else:
+            self._bounce_unborn(number, Down("unreachable", f"nobody spawned this actor within {_UNBORN_LIMIT_S:g} s"))
+
+    def _bounce_unborn(self, number: int, down: Down) -> None:
         with self._lock:
             held = self._unborn.pop(number, [])
         for envelope in held:
-            self.bounce(envelope, Down("unreachable", f"nobody spawned this actor within {_UNBORN_LIMIT_S:g} s"))
+            self.bounce(envelope, down)
+
+    def never_born(self, number: int, down: Down) -> None:
+        """An actor of that number will not be made: messages for it that came early go back."""
+        self.monitors.fire((self.key, number), down)
+        self._bounce_unborn(number, down)
 
     def _deliver_request(self, envelope: Envelope) -> None:
-        name, *arguments = codec.decode(envelope.parts)
+        try:
+            name, *arguments = codec.decode(envelope.parts)
+        except Exception as error:
+            log.exception("request.unreadable")
+            self.bounce(envelope, Down("failed", f"the request cannot be read: {error}"))
+            return
+        self._handle(name, envelope, *arguments)
+
+    def _handle(self, name: str, envelope: Envelope, *arguments: Any) -> None:
+        """Whoever waits for the answer hears also when there will be none."""
         handler = self.handlers.get(name)
         if handler is None:
             log.error("request.unknown", request=name)
+            self.bounce(envelope, Down("failed", f"this process knows no request {name!r}"))
             return
-        handler(envelope, *arguments)
+        try:
+            handler(envelope, *arguments)
+        except Exception as error:
+            log.exception("request.failed", request=name)
+            self.bounce(envelope, Down("failed", f"request {name} failed: {type(error).__name__}: {error}"))
 
     def _bounced(self, envelope: Envelope, down: Down) -> None:
         """A message that an actor here sent was not delivered: whoever waits for its answer hears, else its sender."""
@@ -230,9 +259,11 @@ class Proc:
     def actor_ended(self, instance: Instance, down: Down) -> None:
         """An actor reports its end, once."""
         number = instance.actor_id.number
+        instance.mailbox.close(down)
+        # First the tombstone: a message that finds neither the actor nor it would wait for an actor still to be born.
+        self.monitors.fire((self.key, number), down)
         with self._lock:
             self.actors.pop(number, None)
-        self.monitors.fire((self.key, number), down)
         for envelope in instance.mailbox.drain():
             self.bounce(envelope, down)
 
@@ -242,12 +273,18 @@ class Proc:
         key = peer.key
         self.monitors.fire((key, 0), down)
         for sink in list(self.ports.values()):
-            sink.proc_gone(key, down)
+            try:
+                sink.proc_gone(key, down)
+            except Exception:
+                log.exception("port.failed", reason=down.reason)
         for actor in list(self.actors.values()):
             if isinstance(actor, Instance):
                 actor.mailbox.forget_sender(key)
         for hook in list(self.on_proc_gone):
-            hook(key, down)
+            try:
+                hook(key, down)
+            except Exception:
+                log.exception("hook.failed", reason=down.reason)
 
     def watch(self, actor: ActorId, callback: Callable[[Down], None]) -> Callable[[], None]:
         """Monitor an actor anywhere: `callback` runs once, with why it is gone; returns what cancels it."""
@@ -298,7 +335,13 @@ class Proc:
         self.gateway.when_settled(peer, settled)
 
     def close(self, timeout_s: float = 2.0) -> None:
+        """Deliver what was sent, leave, and fail what is still waited for: no answer comes through closed links."""
         self.gateway.close(timeout_s)
+        down = Down("stopped", f"process {self.proc_id.uid}, which waits for it, has closed its links")
+        for peer in list(self.gateway.peers.values()):
+            if peer.down is None:
+                for sink in list(self.ports.values()):
+                    sink.proc_gone(peer.key, down)
 
     def whereabouts(self) -> tuple[int, str]:
         """(process id, host name) of this process, for people."""

@@ -34,6 +34,9 @@ _ACK_AT_BYTES: Final = 1 << 20
 """A peer keeps what we have not acknowledged: large frames are acknowledged soon, whatever their number."""
 
 
+_HELLO_TYPES: Final = {"proc": str, "address": str, "received": int, "pid": int, "host": str}
+
+
 class FrameType(IntEnum):
     HELLO = 1
     DATA = 2
@@ -71,12 +74,15 @@ class Hello:
         try:
             kind, _, _ = SESSION.unpack(frame[0])
             said: Mapping[str, Any] = json.loads(bytes(frame[1])) if kind == FrameType.HELLO else {}
-            hello = cls(**said)
+            wire = said["wire"]
+            hello = cls(**said) if wire == WIRE_VERSION else None  # another version may say more, or less
+            if hello is not None and [type(getattr(hello, name)) for name in _HELLO_TYPES] != [*_HELLO_TYPES.values()]:
+                raise TypeError("a field is of another type")
         except Exception as error:
             raise RemoteProtocolError(f"the peer's first frame is no hello: {error}") from None
+        if hello is None:
+            raise RemoteProtocolError(f"the peer speaks wire version {wire}, this process {WIRE_VERSION}")
         ours = cls("", "", 0, 0, "")
-        if hello.wire != ours.wire:
-            raise RemoteProtocolError(f"the peer speaks wire version {hello.wire}, this process {ours.wire}")
         if hello.python != ours.python:
             raise RemoteProtocolError(
                 f"the peer runs Python {hello.python}, this process {ours.python}: their pickles differ"
@@ -121,13 +127,17 @@ class Session:
         Raises:
             RemoteProtocolError: no frame of this protocol, or a gap in the numbers.
         """
+        if not frame or len(frame[0]) < SESSION.size:
+            raise RemoteProtocolError(f"a frame head of {len(frame[0]) if frame else 0} bytes")
         head = frame[0]
-        if len(head) < SESSION.size:
-            raise RemoteProtocolError(f"a frame head of {len(head)} bytes")
         kind, number, acknowledged = SESSION.unpack_from(head)
+        if acknowledged > self.sent:
+            raise RemoteProtocolError(f"the peer acknowledges frame {acknowledged} of {self.sent}")
         if self.unacked and acknowledged >= self.unacked[0][0]:
             self.acknowledge(acknowledged)
         if kind != FrameType.DATA:
+            if not FrameType.HELLO <= kind <= FrameType.GOODBYE:
+                raise RemoteProtocolError(f"a frame of unknown type {kind}")
             return None
         if number != self.received + 1:
             if number <= self.received:
@@ -147,16 +157,18 @@ class Session:
         """The peer has everything up to `number`."""
         unacked = self.unacked
         while unacked and unacked[0][0] <= number:
-            self.unacked_bytes -= unacked.popleft()[2]
+            size_bytes = unacked.popleft()[2]
+            self.unacked_bytes -= size_bytes  # without a call in the line: `wrap` adds to it in another thread
 
     def ack_due(self, now_s: float) -> bool:
         """Whether an acknowledgement should travel now, alone."""
-        if self.received == self._acknowledged or self._ack_due_s is None:
+        due_s = self._ack_due_s  # `wrap` clears it in another thread
+        if self.received == self._acknowledged or due_s is None:
             return False
         return (
             self.received - self._acknowledged >= self.ack_every_n
             or self._unacknowledged_bytes >= _ACK_AT_BYTES
-            or now_s >= self._ack_due_s
+            or now_s >= due_s
         )
 
     def next_deadline_s(self) -> float | None:

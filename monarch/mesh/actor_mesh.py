@@ -10,7 +10,7 @@ An endpoint wins over a method of the mesh that has its name. The mesh's own is 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from monarch.core import codec
@@ -27,6 +27,7 @@ from monarch.mesh.shape import Point, Region
 from monarch.mesh.view import MeshView, overridable
 
 if TYPE_CHECKING:
+    from monarch.mesh.context import Spawner
     from monarch.mesh.ownership import OwnedActors
 
 A = TypeVar("A")
@@ -107,12 +108,13 @@ class ActorMesh(MeshView, Generic[A]):
 
         Raises (the future): RuntimeError "error spawning actor mesh ...", when one could not be.
         """
-        runtime = context().actor_instance.proc_runtime
+        owner = context().actor_instance
+        runtime = owner.proc_runtime
         members = ActorMesh._members(self, "__init__")
         reply: MeshReply[None] = MeshReply(runtime, members)
         extent = self._region.extent
         description = describe_call(READY, extent._labels, extent._sizes)
-        ActorMesh._cast(self, [description, *codec.encode_call((), {})], reply.number)
+        ActorMesh._cast(self, owner, [description, *codec.encode_call((), {})], reply.number)
         result: Future[None] = Future._pending(runtime.driver, members.pending_text)
 
         def ready() -> None:
@@ -140,26 +142,22 @@ class ActorMesh(MeshView, Generic[A]):
 
     # ---- sending, for endpoints
 
-    def _describe(self, position: int) -> str:
-        """`module.Class name{'gpus': 1/2}` of the member at this position of the view."""
-        base = self._region._slice[position]
-        return describe_member(self._class_name, self._name, self._whole, base)
-
     def _members(self, method: str) -> Members:
-        return Members([key for key, _ in self._targets], self._describe_member, self._name, method, self._region)
-
-    @property
-    def _describe_member(self) -> Callable[[int], str]:
         class_name, name, whole, bases = self._class_name, self._name, self._whole, self._region._slice
-        return lambda position: describe_member(class_name, name, whole, bases[position])
 
-    def _cast(self, parts: list[Any], reply_port: int) -> None:
-        """Send a CALL to every member. The sender's order per member is given here, before anything is sent."""
-        sender = context().actor_instance
+        def describe(position: int) -> str:
+            return describe_member(class_name, name, whole, bases[position])
+
+        return Members([key for key, _ in self._targets], describe, name, method, self._region)
+
+    def _cast(self, sender: Spawner, parts: list[Any], reply_port: int, only: int | None = None) -> None:
+        """Send a CALL to every member, or `only` to the one at that position. The sender's order per member is given
+        here, before anything is sent."""
         runtime = sender.proc_runtime
         own, source, number = runtime.key, sender.actor_id.number, self._number
+        targets = enumerate(self._targets) if only is None else ((only, self._targets[only]),)
         local = 0
-        for rank, (key, proc) in enumerate(self._targets):
+        for rank, (key, proc) in targets:
             each = parts
             if key == own:
                 # Members in this process read the same memory: all but the first get a copy of their own.
@@ -170,28 +168,6 @@ class ActorMesh(MeshView, Generic[A]):
             runtime.send(
                 Envelope(Kind.CALL, key, number, 0, own, source, each, Flag.SEQUENCED, rank, seq, reply_port), proc
             )
-
-    def _send_one(self, parts: list[Any], reply_port: int, rank: int) -> None:
-        sender = context().actor_instance
-        runtime = sender.proc_runtime
-        key, proc = self._targets[rank]
-        seq = sender.next_seq(key, self._number)
-        runtime.send(
-            Envelope(
-                Kind.CALL,
-                key,
-                self._number,
-                0,
-                runtime.key,
-                sender.actor_id.number,
-                parts,
-                Flag.SEQUENCED,
-                rank,
-                seq,
-                reply_port,
-            ),
-            proc,
-        )
 
     # ---- references
 

@@ -76,6 +76,7 @@ class MeshProc(Proc):
         self.last_failure: Down | None = None
         self.on_end: Callable[[], None] = lambda: None
         self._gate: list[Envelope] | None = None
+        self._gate_lock = threading.RLock()  # the setup actor's thread opens, the driving thread adds
         self._stopping_all = False
         self._end_lock = threading.Lock()
         self.handlers["spawn"] = self._on_spawn
@@ -100,21 +101,28 @@ class MeshProc(Proc):
 
     def open_gate(self, down: Down | None) -> None:
         """The bootstrap function is through; with `down` it failed, and so do the actors that waited."""
-        held, self._gate = self._gate or [], None
-        for envelope in held:
-            self._make(envelope, down)
+        with self._gate_lock:
+            held, self._gate = self._gate or [], None
+            for envelope in held:
+                self._make(envelope, down)
+
+    def expects(self, number: int) -> bool:
+        return any(envelope.dst_actor == number for envelope in self._gate or ())
 
     def _on_spawn(self, envelope: Envelope) -> None:
-        if self._gate is not None and envelope.src_proc != self.key:
-            info: SpawnInfo = codec.decode(envelope.parts[:1])
-            if not info.opens_gate:
-                self._gate.append(envelope)
-                return
+        with self._gate_lock:
+            if self._gate is not None and envelope.src_proc != self.key:
+                info: SpawnInfo = codec.decode(envelope.parts[:1])
+                if not info.opens_gate:
+                    self._gate.append(envelope)
+                    return
         self._make(envelope, None)
 
     def _make(self, envelope: Envelope, down: Down | None) -> None:
         info: SpawnInfo = codec.decode(envelope.parts[:1])
         number = envelope.dst_actor
+        if down is None:
+            down = self.monitors.gone((self.key, number))  # stopped before its SPAWN came through here
         if down is None and self._stopping_all:
             down = Down("stopped", "the process is being stopped")
         if down is None and settings.get("poison_failed_procs") and self.last_failure is not None:
@@ -123,7 +131,7 @@ class MeshProc(Proc):
         owner_told = self._tell_owner(info.owner, number, envelope.rank)
         if down is not None:
             self.monitors.watch((self.key, number), owner_told)
-            self.monitors.fire((self.key, number), down)
+            self.never_born(number, down)
             return
         rank = Point(envelope.rank, info.proc_mesh._region.extent)
         actor_id = ActorId(self.proc_id, number, info.name)
@@ -149,12 +157,18 @@ class MeshProc(Proc):
     # ---- stopping
 
     def _on_stop_actor(self, envelope: Envelope, number: int, reason: str) -> None:
-        actor = self.actors.get(number)
+        down = Down("stopped", reason)
+        with self._gate_lock:
+            held = [spawn for spawn in self._gate or () if spawn.dst_actor == number]
+            if held and self._gate is not None:
+                self._gate = [spawn for spawn in self._gate if spawn.dst_actor != number]
+            actor = self.actors.get(number)
+        for spawn in held:
+            self._make(spawn, down)
         if isinstance(actor, Instance):
-            actor.request_stop(Down("stopped", reason))
-        elif self.monitors.gone((self.key, number)) is None:
-            # It waits behind the gate, or its SPAWN has not come through here: it shall not be born.
-            self.monitors.fire((self.key, number), Down("stopped", reason))
+            actor.request_stop(down)
+        elif not held and self.monitors.gone((self.key, number)) is None:
+            self.never_born(number, down)  # its SPAWN has not come through here
 
     def _on_stop_all(self, envelope: Envelope, reason: str) -> None:
         self.stop_all(reason)

@@ -90,7 +90,7 @@ class ActorBehavior:
     def handle(self, envelope: Envelope) -> Waiting | Down | None:
         try:
             name, extent, extra = self._describe(bytes(envelope.parts[0]))
-            port = codec.decode(extra["reply"]) if extra is not None and "reply" in extra else self._port(envelope)
+            port = self._port(envelope, extra)
         except Exception as error:
             return self._reply_error(envelope, None, error)
         context = Context(self._instance, Point(envelope.rank, extent))
@@ -136,8 +136,12 @@ class ActorBehavior:
             raise AttributeError(f"{self._class.name} has no endpoint {name!r}")
         return spec
 
-    def _port(self, envelope: Envelope) -> Port[Any] | None:
+    def _port(self, envelope: Envelope, extra: dict[str, Any] | None) -> Port[Any] | None:
         """The reply port of a call, or None for a broadcast."""
+        if extra is not None and "reply" in extra:
+            own: Port[Any] = codec.decode(extra["reply"])  # the caller's own, see `send`
+            own._rank = envelope.rank
+            return own
         if not envelope.reply_port:
             return None
         runtime = self._instance.proc_runtime
@@ -190,7 +194,8 @@ class ActorBehavior:
 
     def _broken(self, envelope: Envelope, spec: EndpointSpec, error: BaseException) -> Down:
         down = self._failed(f"endpoint {spec.name} raised", error)
-        self.abandon(envelope, down)
+        if envelope.reply_port:
+            self.abandon(envelope, down)
         return down
 
     def _endpoint_failed(

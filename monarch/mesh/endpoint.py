@@ -215,10 +215,11 @@ class Endpoint(Generic[P, R]):
     A TypeError at the call says that the arguments do not fit the method; a pickling error is raised unchanged.
     """
 
-    __slots__ = ("_description", "_mesh", "_plain", "_spec")
+    __slots__ = ("_description", "_members", "_mesh", "_plain", "_spec")
 
     def __init__(self, mesh: ActorMesh[Any], spec: EndpointSpec, plain: bool = False) -> None:
         self._mesh = mesh
+        self._members = type(mesh)._members(mesh, spec.name)
         self._spec = spec
         self._plain = plain  # an undecorated method, by `as_endpoint`
         extent = mesh._region.extent
@@ -236,9 +237,9 @@ class Endpoint(Generic[P, R]):
         ActorError. A member that is gone fails it at once, with SupervisionError.
         """
         parts = self._encode(args, kwargs)
-        mesh = self._mesh
-        reply: MeshReply[R] = MeshReply(context().actor_instance.proc_runtime, mesh._members(self._spec.name))
-        mesh._cast(parts, reply.number)
+        sender = context().actor_instance
+        reply: MeshReply[R] = MeshReply(sender.proc_runtime, self._members)
+        self._mesh._cast(sender, parts, reply.number)
         return reply.future
 
     def call_one(self, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
@@ -254,8 +255,9 @@ class Endpoint(Generic[P, R]):
                 "take a slice, or use call()"
             )
         parts = self._encode(args, kwargs)
-        reply: OneReply[R] = OneReply(context().actor_instance.proc_runtime, mesh._members(self._spec.name))
-        mesh._cast(parts, reply.number)
+        sender = context().actor_instance
+        reply: OneReply[R] = OneReply(sender.proc_runtime, self._members)
+        mesh._cast(sender, parts, reply.number)
         return reply.future
 
     def choose(self, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
@@ -263,21 +265,23 @@ class Endpoint(Generic[P, R]):
         mesh = self._mesh
         rank = _drawn(mesh, self._spec.name)
         parts = self._encode(args, kwargs)
-        reply: OneReply[R] = OneReply(context().actor_instance.proc_runtime, mesh._members(self._spec.name), rank)
-        mesh._send_one(parts, reply.number, rank)
+        sender = context().actor_instance
+        reply: OneReply[R] = OneReply(sender.proc_runtime, self._members, rank)
+        mesh._cast(sender, parts, reply.number, rank)
         return reply.future
 
     def stream(self, *args: P.args, **kwargs: P.kwargs) -> Iterator[Future[R]]:
         """Call all members, at once; the i-th future of the iterator is the i-th reply to arrive."""
         parts = self._encode(args, kwargs)
-        mesh = self._mesh
-        reply: StreamReply[R] = StreamReply(context().actor_instance.proc_runtime, mesh._members(self._spec.name))
-        mesh._cast(parts, reply.number)
+        sender = context().actor_instance
+        reply: StreamReply[R] = StreamReply(sender.proc_runtime, self._members)
+        self._mesh._cast(sender, parts, reply.number)
         return iter(reply.futures)
 
     def broadcast(self, *args: P.args, **kwargs: P.kwargs) -> None:
         """Send to all members, and expect no reply: an exception in the endpoint ends its actor, whose owner hears."""
-        self._mesh._cast(self._encode(args, kwargs), 0)
+        parts = self._encode(args, kwargs)
+        self._mesh._cast(context().actor_instance, parts, 0)
 
     def rref(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call with distributed tensors, and get distributed tensors."""
@@ -354,10 +358,8 @@ def send(
         extent = mesh._region.extent
         extra = {"plain": endpoint._plain, "port": spec.sends_itself, "reply": codec.encode(port)}
         parts[0] = describe_call(spec.name, extent._labels, extent._sizes, extra)
-    if selection == "all":
-        mesh._cast(parts, 0)
-    else:
-        mesh._send_one(parts, 0, _drawn(mesh, spec.name))
+    only = None if selection == "all" else _drawn(mesh, spec.name)
+    mesh._cast(context().actor_instance, parts, 0, only)
 
 
 class Accumulator(Generic[A, R]):

@@ -14,6 +14,7 @@ from attrs import define
 
 from monarch.mesh.agent import MeshProc
 from monarch.mesh.child import start
+from monarch.mesh.context import ActorInstance
 from monarch.mesh.host import Boot, LaunchRequest
 from monarch.mesh.launcher import Exit
 
@@ -43,6 +44,10 @@ class ThreadGroup:
 
     def _close(self, runtime: MeshProc, timeout_s: float, exit: Exit) -> None:
         runtime.close(timeout_s)
+        if exit.signal is not None:
+            for actor in list(runtime.actors.values()):
+                if isinstance(actor, ActorInstance):
+                    actor.post_control(actor.cut_off)
         self._report(exit)
 
 

@@ -8,11 +8,15 @@ port is all that a firewall has to let through, and nng cannot redial behind our
 the death of the link. `Pair0` because the polyamorous `Pair1` drops messages for a slow peer. A link is handed out
 when both ends of its pair are up: until then nng would not tell that the peer is gone.
 
-A process that has used nng must not fork: nng is imported and started by the first link, and by nothing else.
+nng starts its threads with the first link. A process that has used it and forks leaves a child in which any call of nng
+aborts or hangs: there, `_disown` makes what is left of it inert. pynng ends nng in an exit handler of its own, which it
+registers when it is imported, and which would run before the handlers of those who still have links to close; so it is
+imported before anybody can have a link, by `listen`, and ended by `_end`, once.
 """
 
 from __future__ import annotations
 
+import atexit
 import errno
 import importlib.util
 import os
@@ -23,6 +27,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from struct import Struct
 from typing import Any, Final
 
@@ -66,8 +71,34 @@ def _load() -> Any:
                 ):
                     if hasattr(lib, name):
                         lib.nng_init_set_parameter(getattr(lib, name), value)
+                atexit.unregister(pynng.nng._pynng_atexit)
+                atexit.register(_end)
+                os.register_at_fork(after_in_child=_disown)
                 _pynng = pynng
     return _pynng
+
+
+_used_by: int | None = None  # the process that has started nng
+_pairs: Final[weakref.WeakSet[_Pair]] = weakref.WeakSet()
+
+
+def _end() -> None:
+    """End nng's threads, so that none of them calls into an interpreter that is being taken down."""
+    if _used_by == os.getpid():
+        for pair in list(_pairs):
+            pair.close()
+        _pynng.lib.nng_fini()
+
+
+def _disown() -> None:
+    """In a forked child: the sockets of the parent must not be closed by this process, not even when collected."""
+    for pair in list(_pairs):
+        pair._socket.close = _nothing
+    _pairs.clear()
+
+
+def _nothing() -> None:
+    pass
 
 
 class _Pair:
@@ -75,8 +106,14 @@ class _Pair:
     TryAgain for every wake-up would cost more than the call."""
 
     def __init__(self, sock: socket.socket) -> None:
+        global _used_by
         pynng = _load()
+        if _used_by not in (None, os.getpid()):
+            sock.close()
+            raise NotViable("nng cannot be used here: this process was forked from one that uses it")
+        _used_by = os.getpid()
         self._lib, self._ffi = pynng.lib, pynng.ffi
+        self._closed = False
         self.wake = Wake()
         self.is_up = False
         """Both ends have agreed to talk."""
@@ -88,6 +125,7 @@ class _Pair:
         except BaseException:
             os.close(fd)
             raise
+        _pairs.add(self)
         self._socket.add_post_pipe_connect_cb(self._on_up)
         self._socket.add_post_pipe_remove_cb(self._on_gone)
         self._id = self._socket.socket
@@ -144,8 +182,11 @@ class _Pair:
         return text.decode()
 
     def close(self) -> None:
-        self._socket.close()
-        self.wake.close()
+        if not self._closed:
+            self._closed = True
+            _pairs.discard(self)
+            self._socket.close()
+            self.wake.close()
 
 
 @define(eq=False)
@@ -239,6 +280,7 @@ class TcpTransport:
 
     def listen(self, url: str, secret: bytes) -> StreamListener:
         self._check(url)
+        _load()
         address = parse(url, "tcp")
         local = address.local
         family = socket.AF_INET6 if ":" in local.host else socket.AF_INET

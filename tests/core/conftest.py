@@ -1,0 +1,34 @@
+"""Every test of a network of procs ends with all of them closed, and no thread of theirs alive."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from net import Net, until  # noqa: E402
+
+
+@pytest.fixture(params=["inproc-caller", "inproc-thread", "ipc-caller", "ipc-thread"])
+def net(request: pytest.FixtureRequest) -> Iterator[Net]:
+    """Over each transport, with each driver."""
+    yield from _net(*request.param.split("-"))
+
+
+@pytest.fixture
+def quick_net() -> Iterator[Net]:
+    """For what depends on neither."""
+    yield from _net("inproc", "caller")
+
+
+def _net(scheme: str, driver: str) -> Iterator[Net]:
+    before = set(threading.enumerate())
+    net = Net(scheme, driver)
+    yield net
+    net.close()
+    until(lambda: not [t for t in set(threading.enumerate()) - before if t.name.startswith("monarch")], 5.0)

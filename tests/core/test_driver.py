@@ -1,0 +1,382 @@
+"""Who drives: no wake-up is lost, somebody always pumps, never two at once, and an idle process is idle."""
+
+from __future__ import annotations
+
+import os
+import random
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from monarch.core.driver import CallerDriver, Signal, ThreadDriver, WakeFd, make_driver
+
+_LIMIT_S = 20.0
+
+
+class Links:
+    """What a driver pumps: actions that others posted, over a descriptor as the real thing."""
+
+    def __init__(self) -> None:
+        self.wake_fd = WakeFd()
+        self.posted: deque[Callable[[], None]] = deque()
+        self.pumps = 0
+        self.pumping = 0
+        self.overlaps = 0
+        self.by: list[int] = []
+        self.entered = threading.Semaphore(0)  # released at every begin of a pump
+        self._poll = select.poll()
+        self._poll.register(self.wake_fd, select.POLLIN)
+
+    def post(self, action: Callable[[], None]) -> None:
+        self.posted.append(action)
+        self.wake_fd.wake()
+
+    def pump(self, timeout_s: float | None) -> None:
+        self.pumping += 1
+        if self.pumping > 1:
+            self.overlaps += 1
+        self.pumps += 1
+        self.entered.release()
+        self._poll.poll(None if timeout_s is None else max(0.0, timeout_s) * 1e3)
+        self.wake_fd.drain()
+        while self.posted:
+            self.by.append(threading.get_ident())
+            self.posted.popleft()()
+        self.pumping -= 1
+
+
+@pytest.fixture
+def links() -> Links:
+    return Links()
+
+
+@pytest.fixture(params=["caller", "thread"])
+def driver(request: pytest.FixtureRequest, links: Links) -> Iterator[CallerDriver | ThreadDriver]:
+    made = make_driver(request.param)
+    made.start(links.pump, links.wake_fd.wake, "test")
+    yield made  # type: ignore[misc]
+    made.stop()
+    assert not made._thread.is_alive()  # type: ignore[attr-defined]
+    assert links.overlaps == 0
+    links.wake_fd.close()
+
+
+@pytest.fixture
+def caller(links: Links) -> Iterator[CallerDriver]:
+    made = CallerDriver()
+    made.start(links.pump, links.wake_fd.wake, "test")
+    yield made
+    made.stop()
+    assert not made._thread.is_alive()
+    assert links.overlaps == 0
+    links.wake_fd.close()
+
+
+def _start(work: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def _join(*threads: threading.Thread) -> None:
+    deadline_s = time.monotonic() + _LIMIT_S
+    for thread in threads:
+        thread.join(max(0.0, deadline_s - time.monotonic()))
+        assert not thread.is_alive(), "a wake-up was lost"
+
+
+def test_what_is_no_driver_is_refused() -> None:
+    with pytest.raises(ValueError, match="link_driver is 'other'"):
+        make_driver("other")
+
+
+def test_a_signal_that_is_set_is_no_wait(driver: CallerDriver | ThreadDriver) -> None:
+    signal = Signal()
+    signal.notify()
+
+    assert driver.wait(signal) and driver.wait(signal, 0.0)
+
+
+def test_a_wait_ends_with_its_time(driver: CallerDriver | ThreadDriver) -> None:
+    start_s = time.monotonic()
+    assert not driver.wait(Signal(), 0.02)
+    assert not driver.wait(Signal(), 0.0)
+    assert 0.019 <= time.monotonic() - start_s < _LIMIT_S
+
+
+def test_an_answer_that_comes_through_the_links_ends_the_wait(driver: CallerDriver | ThreadDriver, links: Links) -> None:
+    for _ in range(200):
+        signal = Signal()
+        links.post(signal.notify)
+        assert driver.wait(signal, _LIMIT_S)
+
+
+@pytest.mark.parametrize("threads", [2, 8])
+def test_no_wake_up_is_lost_when_many_threads_ask_and_wait(
+    driver: CallerDriver | ThreadDriver, links: Links, threads: int
+) -> None:
+    rounds = 8000 // threads
+
+    def ask(seed: int) -> None:
+        chance = random.Random(seed)
+        signal = Signal()
+        for _ in range(rounds):
+            signal.clear()
+            links.post(signal.notify)
+            if chance.random() < 0.02:
+                driver.wait(Signal(), 0.0001)  # and sometimes one gives up, maybe just when it is to lead
+            while not signal.is_set:
+                assert driver.wait(signal, _LIMIT_S), "a wake-up was lost"
+
+    _join(*[_start(lambda n=n: ask(n)) for n in range(threads)])
+
+
+def test_no_wake_up_is_lost_when_threads_notify_each_other_directly(driver: CallerDriver | ThreadDriver) -> None:
+    signals = [Signal() for _ in range(6)]
+    turns = [0] * 6
+
+    def pass_on(at: int) -> None:
+        for _ in range(1000):
+            assert driver.wait(signals[at], _LIMIT_S), "a wake-up was lost"
+            signals[at].clear()
+            turns[at] += 1
+            signals[(at + 1) % 6].notify()
+
+    threads = [_start(lambda at=at: pass_on(at)) for at in range(6)]
+    signals[0].notify()
+    _join(*threads)
+    assert turns == [1000] * 6
+
+
+def test_no_wake_up_is_lost_between_the_clear_and_the_wait(driver: CallerDriver | ThreadDriver, links: Links) -> None:
+    """The loop of an actor: clear, look, wait; a sender puts and notifies at any moment of it."""
+    inbox: deque[int] = deque()
+    signal = Signal()
+    got = 0
+
+    def send() -> None:
+        for n in range(3000):
+            inbox.append(n)
+            if n % 2:
+                signal.notify()
+            else:
+                links.post(signal.notify)
+
+    senders = [_start(send) for _ in range(3)]
+    deadline_s = time.monotonic() + _LIMIT_S
+    while got < 9000 and time.monotonic() < deadline_s:
+        signal.clear()
+        while inbox:
+            inbox.popleft()
+            got += 1
+        if got < 9000:
+            driver.wait(signal, 5.0)
+    _join(*senders)
+    assert got == 9000
+
+
+def test_one_that_waits_leads_itself(caller: CallerDriver, links: Links) -> None:
+    for _ in range(20):
+        signal = Signal()
+
+        def answer(signal: Signal = signal) -> None:
+            _until(lambda: signal.wake is not None)  # only a leader has it
+            links.post(signal.notify)
+
+        other = _start(answer)
+        assert caller.wait(signal, _LIMIT_S)
+        _join(other)
+        assert links.by[-1] == threading.get_ident()
+
+
+def test_a_follower_is_promoted_when_the_leader_leaves(caller: CallerDriver, links: Links) -> None:
+    first, second = Signal(), Signal()
+    idents: dict[str, int] = {}
+
+    def wait(name: str, signal: Signal) -> None:
+        idents[name] = threading.get_ident()
+        assert caller.wait(signal, _LIMIT_S)
+
+    leader = _start(lambda: wait("leader", first))
+    _until(lambda: first.wake is not None)
+    follower = _start(lambda: wait("follower", second))
+    _until(lambda: second in caller._followers)
+    links.post(first.notify)
+    _join(leader)
+    _until(lambda: second.wake is not None)  # only a leader has it
+    links.post(second.notify)
+    _join(follower)
+
+    assert links.by[-2:] == [idents["leader"], idents["follower"]]
+
+
+def test_when_a_promoted_follower_gives_up_another_one_leads(caller: CallerDriver) -> None:
+    """Promotion and time-out at the same moment: whoever leaves passes the lead on."""
+    last = Signal()
+    waiter = _start(lambda: caller.wait(last, _LIMIT_S) or None)
+    for _ in range(300):
+        quitters = [_start(lambda: caller.wait(Signal(), 0.0005) and None) for _ in range(3)]
+        _join(*quitters)
+    _until(caller._lead.locked)
+    last.notify()
+    _join(waiter)
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + _LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        os.sched_yield()
+
+
+def test_the_side_thread_takes_over_while_every_waiter_is_in_user_code(caller: CallerDriver, links: Links) -> None:
+    for _ in range(5):
+        signal = Signal()
+        links.post(signal.notify)
+        caller.wait(signal, _LIMIT_S)
+        # Now this thread is in user code; what arrives is taken in all the same.
+        arrived = threading.Event()
+        links.post(arrived.set)
+        assert arrived.wait(_LIMIT_S)
+        assert links.by[-1] == caller._thread.ident
+
+
+def test_the_side_thread_gives_way_to_one_that_waits(caller: CallerDriver, links: Links) -> None:
+    _until(lambda: caller._side_leads)
+    signal = Signal()
+    waiter = _start(lambda: caller.wait(signal, _LIMIT_S) and None)
+    _until(lambda: signal.wake is not None)
+    assert not caller._side_leads
+    links.post(signal.notify)
+    _join(waiter)
+
+
+@pytest.mark.parametrize("waiting", [False, True], ids=["nobody waits", "one waits"])
+def test_an_idle_process_makes_no_periodic_wake_ups(caller: CallerDriver, links: Links, waiting: bool) -> None:
+    naps = 0
+    sleep = caller._side_signal.sleep
+
+    class Counting:
+        def __getattr__(self, name: str) -> object:
+            return getattr(inner, name)
+
+        def sleep(self, timeout_s: float | None) -> None:
+            nonlocal naps
+            naps += 1
+            sleep(timeout_s)
+
+    inner = caller._side_signal
+    caller._side_signal = Counting()  # type: ignore[assignment]
+    signal = Signal()
+    if waiting:
+        waiter = _start(lambda: caller.wait(signal, _LIMIT_S) and None)
+        _until(lambda: signal.wake is not None)
+        _until(lambda: caller._side_rests)
+    else:
+        _until(lambda: caller._side_leads and links.pumping == 1)
+    before = (links.pumps, naps)
+    threading.Event().wait(0.5)
+
+    assert links.pumps - before[0] <= 1 and naps - before[1] <= 1
+    signal.notify()
+    if waiting:
+        _join(waiter)
+
+
+def test_stop_leaves_waits_to_their_signals_and_times(driver: CallerDriver | ThreadDriver, links: Links) -> None:
+    signals = [Signal() for _ in range(3)]
+    waiters = [_start(lambda s=s: driver.wait(s, _LIMIT_S) or pytest.fail("lost")) for s in signals]
+    _until(lambda: links.pumping == 1)
+    driver.stop()
+    pumps = links.pumps
+    assert not driver.wait(Signal(), 0.01)
+    for signal in signals:
+        signal.notify()
+    _join(*waiters)
+    assert driver.wait(signals[0])
+    assert links.pumps == pumps and links.pumping == 0
+    driver.stop()
+
+
+def test_stop_from_inside_the_pump_returns(driver: CallerDriver | ThreadDriver, links: Links) -> None:
+    stopped = threading.Event()
+    signal = Signal()
+
+    def stop() -> None:
+        driver.stop()
+        stopped.set()
+        signal.notify()
+
+    start_s = time.monotonic()
+    links.post(stop)
+    assert driver.wait(signal, _LIMIT_S) and stopped.wait(_LIMIT_S)
+    assert time.monotonic() - start_s < 0.9  # it did not wait for itself
+
+
+def test_stop_by_the_leader_does_not_wait_for_itself(caller: CallerDriver, links: Links) -> None:
+    signal, stopped = Signal(), Signal()
+
+    def stop() -> None:
+        caller.stop()
+        stopped.notify()
+
+    def post() -> None:
+        _until(lambda: stopped.wake is not None)
+        links.post(stop)
+
+    other = _start(post)
+    start_s = time.monotonic()
+    assert caller.wait(stopped, _LIMIT_S)
+    _join(other)
+    assert links.by[-1] == threading.get_ident() and time.monotonic() - start_s < 0.9
+    assert not caller.wait(signal, 0.001)
+
+
+def test_an_exception_in_a_wait_does_not_keep_the_lead(caller: CallerDriver, links: Links) -> None:
+    """A KeyboardInterrupt, say, in the thread that leads."""
+    _until(lambda: caller._side_leads)
+    with pytest.raises(KeyboardInterrupt):
+        for _ in range(1000):  # until the action runs in this thread and not in the side thread
+            signal = Signal()
+            me = threading.get_ident()
+
+            def interrupt(signal: Signal = signal, me: int = me) -> None:
+                signal.notify()
+                if threading.get_ident() == me:
+                    links.pumping -= 1
+                    raise KeyboardInterrupt
+
+            links.post(interrupt)
+            caller.wait(signal, _LIMIT_S)
+    after = Signal()
+    links.post(after.notify)
+    assert caller.wait(after, _LIMIT_S)
+
+
+def test_a_wake_after_the_close_touches_no_descriptor() -> None:
+    fd = WakeFd()
+    fd.wake()
+    fd.drain()
+    fd.drain()
+    number = fd.fileno()
+    fd.close()
+    fd.close()
+    fd.wake()
+    fd.drain()
+
+    assert fd.fileno() == -1
+    with pytest.raises(OSError):
+        os.fstat(number)
+
+
+def test_a_descriptor_in_use_is_not_closed_under_the_thread_that_wakes() -> None:
+    fd = WakeFd()
+    held = fd._owned  # what a thread inside `wake` holds
+    assert held is not None
+    fd.close()
+    os.fstat(held.fd)
+    os.eventfd_write(held.fd, 1)

@@ -1,0 +1,565 @@
+"""Gateways in pairs and more, over links that break: nothing is lost, repeated or waited for without end."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from attrs import evolve
+from net import LIMIT_S, SECRET, Collector, Net, cut, descriptors, peer, send, until, value
+
+from monarch.core import gateway as gateway_module
+from monarch.core.envelope import Envelope, Kind
+from monarch.core.future import Future
+from monarch.core.gateway import State
+from monarch.core.ids import ActorId, ProcId, Uid
+from monarch.core.monitor import Down
+from monarch.core.proc import Proc
+from monarch.core.protocol import SESSION, FrameType, Hello
+from monarch.errors import TransportError
+
+
+class NoWay:
+    """A transport that can be unplugged: dialing then fails, and not because nobody listens."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.dials = 0
+        self.unplugged = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def dial(self, url: str, secret: bytes, timeout_s: float) -> Any:
+        self.dials += 1
+        if self.unplugged:
+            raise TransportError("unplugged")
+        return self._inner.dial(url, secret, timeout_s)
+
+
+def _threads(*works: Callable[[], None]) -> list[threading.Thread]:
+    threads = [threading.Thread(target=work, daemon=True) for work in works]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def _join(threads: list[threading.Thread], limit_s: float = 40.0) -> None:
+    deadline_s = time.monotonic() + limit_s
+    for thread in threads:
+        thread.join(max(0.0, deadline_s - time.monotonic()))
+        assert not thread.is_alive()
+
+
+def _numbers(got: list[bytes], sender: bytes) -> list[int]:
+    return [int(each.split(b"/")[1]) for each in got if each.split(b"/")[0] == sender]
+
+
+def test_messages_go_both_ways_in_order(net: Net) -> None:
+    a, b = net.proc("a"), net.proc("b")
+    at_a, at_b = net.port(a), net.port(b)
+    for n in range(300):
+        send(a, b, at_b[0], b"a/%d" % n)
+        send(b, a, at_a[0], b"b/%d" % n)
+    until(lambda: len(at_a[1].got) == len(at_b[1].got) == 300)
+
+    assert _numbers(at_b[1].got, b"a") == _numbers(at_a[1].got, b"b") == list(range(300))
+    assert peer(a, b).state is peer(b, a).state is State.UP
+
+
+def test_messages_of_many_sizes_and_parts_arrive_unchanged(net: Net) -> None:
+    a, b = net.proc("a"), net.proc("b")
+    number, at_b = net.port(b)
+    arrived: list[list[bytes]] = []
+    at_b.deliver = lambda envelope: arrived.append([bytes(p) for p in envelope.parts])  # type: ignore[method-assign]
+    messages = [[], [b""], [b"x", b"", b"y"], [bytes(1 << 16)], [bytes(100), bytes([7]) * (3 << 20)], [b"end"]]
+    for parts in messages:
+        a.send(evolve_parts(value(a, b, number, b""), parts), b.proc_id)
+    until(lambda: len(arrived) == len(messages))
+
+    assert arrived == messages
+
+
+def evolve_parts(envelope: Envelope, parts: list[bytes]) -> Envelope:
+    envelope.parts = list(parts)
+    return envelope
+
+
+def test_both_may_dial_at_once_and_one_link_stays(net: Net) -> None:
+    for _ in range(15):
+        a, b = net.proc("a"), net.proc("b")
+        at_a, at_b = net.port(a), net.port(b)
+        barrier = threading.Barrier(2)
+
+        def talk(src: Proc, dst: Proc, port: int, barrier: threading.Barrier = barrier) -> None:
+            barrier.wait(LIMIT_S)
+            for n in range(20):
+                send(src, dst, port, b"x/%d" % n)
+
+        start_s = time.monotonic()
+        _join(_threads(lambda: talk(a, b, at_b[0]), lambda: talk(b, a, at_a[0])))
+        until(lambda: len(at_a[1].got) == len(at_b[1].got) == 20)
+        assert time.monotonic() - start_s < 5
+        assert _numbers(at_a[1].got, b"x") == _numbers(at_b[1].got, b"x") == list(range(20))
+        until(lambda: not a.gateway._newcomers and not b.gateway._newcomers)
+        assert len(a.gateway._links) == len(b.gateway._links) == 1
+        assert peer(a, b).we_dialed != peer(b, a).we_dialed
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_link_that_is_cut_many_times_loses_and_repeats_nothing(net: Net, seed: int) -> None:
+    a, b = net.proc("a"), net.proc("b")
+    at_a, at_b = net.port(a), net.port(b)
+    chance = random.Random(seed)
+    count, senders, over = 400, 2, threading.Event()
+    cuts = 0
+
+    def talk(src: Proc, dst: Proc, port: int, name: bytes) -> None:
+        for n in range(count):
+            send(src, dst, port, b"%s/%d" % (name, n))
+            if n % 20 == 0:
+                over.wait(0.002)
+
+    def break_links() -> None:
+        nonlocal cuts
+        while not over.is_set():
+            cuts += cut(*chance.choice([(a, b), (b, a)]))
+            over.wait(chance.choice([0.0, 0.001, 0.004]))
+
+    works = [lambda n=n: talk(a, b, at_b[0], b"a%d" % n) for n in range(senders)]
+    works += [lambda n=n: talk(b, a, at_a[0], b"b%d" % n) for n in range(senders)]
+    breaker = _threads(break_links)
+    _join(_threads(*works))
+    over.set()
+    _join(breaker)
+    until(lambda: len(at_a[1].got) >= count * senders and len(at_b[1].got) >= count * senders)
+    for name, collector in ((b"a", at_b[1]), (b"b", at_a[1])):
+        for n in range(senders):
+            assert _numbers(collector.got, b"%s%d" % (name, n)) == list(range(count))
+    assert cuts >= 5 and not at_a[1].gone and not at_b[1].gone
+
+
+def test_a_link_that_stays_cut_gives_messages_back_and_fires_monitors(net: Net) -> None:
+    transport = NoWay(net.transport)
+    a = net.proc("a", transport=transport, message_delivery_timeout_s=0.3)
+    b = net.proc("b", transport=transport)
+    number, at_b = net.port(b)
+    answer, waiting = net.port(a)
+    send(a, b, number, b"arrives")
+    until(lambda: at_b.got == [b"arrives"])
+    heard: list[Down] = []
+    a.monitors.watch((b.key, 0), heard.append)
+    a.monitors.watch((b.key, 77), heard.append)
+    transport.unplugged = True
+    at_b.gate.clear()
+    try:
+        cut(a, b)
+        until(lambda: peer(a, b).state is State.BROKEN)
+        for n in range(5):
+            send(a, b, number, b"lost/%d" % n, reply_port=answer)
+        until(lambda: len(waiting.bounces) == 5 and len(heard) == 2)
+    finally:
+        at_b.gate.set()
+
+    assert all(down.kind == "unreachable" for _, down in waiting.bounces)
+    assert "could not be reached for 0.3 s: TransportError: unplugged" in heard[0].reason
+    assert [key for key, _ in waiting.gone] == [b.key]
+    send(a, b, number, b"at once", reply_port=answer)
+    assert len(waiting.bounces) == 6 and peer(a, b).state is State.GONE
+
+
+def test_a_peer_that_is_gone_is_never_accepted_again_and_does_not_dial_wildly(net: Net) -> None:
+    transport = NoWay(net.transport)
+    a = net.proc("a", transport=transport)
+    b = net.proc("b", transport=transport, message_delivery_timeout_s=0.4)
+    at_a, at_b = net.port(a), net.port(b)
+    send(a, b, at_b[0], b"hello")
+    until(lambda: at_b[1].got)
+    a.gateway.declare_gone(b.proc_id, Down("unreachable", "it is said to be gone"))
+    send(b, a, at_a[0], b"I live", reply_port=at_b[0])
+    until(lambda: at_b[1].bounces)
+
+    assert at_a[1].got == [] and peer(a, b).down is not None and peer(a, b).link is None
+    assert transport.dials < 30
+
+
+def test_a_process_that_ended_without_a_word_is_gone_at_once(net: Net) -> None:
+    a, b = net.proc("a"), net.proc("b")
+    number, at_b = net.port(b)
+    heard: list[Down] = []
+    send(a, b, number, b"hello")
+    until(lambda: at_b.got)
+    a.monitors.watch((b.key, 5), heard.append)
+    b.close(0.0)
+    until(lambda: heard, 3.0)
+
+    assert "nobody listens at" in heard[0].reason
+
+
+def test_close_delivers_what_was_sent_before_it_and_says_goodbye(net: Net) -> None:
+    for count in (0, 1, 500):
+        a, b = net.proc("a"), net.proc("b")
+        number, at_b = net.port(b)
+        heard: list[Down] = []
+        b.monitors.watch((a.key, 0), heard.append)
+        if not count:
+            send(a, b, number, b"x/0")
+            until(lambda: at_b.got)  # noqa: B023
+        for n in range(count):
+            send(a, b, number, b"x/%d" % n)  # the link is still to be dialed
+        start_s = time.monotonic()
+        a.close(5.0)
+        assert time.monotonic() - start_s < 3.0
+        until(lambda: heard and len(at_b.got) == max(count, 1))  # noqa: B023
+        assert _numbers(at_b.got, b"x") == list(range(max(count, 1)))
+        assert heard[0].stopped, heard
+
+
+def test_after_the_close_nothing_is_waited_for(quick_net: Net) -> None:
+    a, b = quick_net.proc("a"), quick_net.proc("b")
+    b.handlers["never"] = lambda envelope: None
+    pending = a.request(b.proc_id, "never")
+    until(lambda: peer(a, b).state is State.UP)
+    a.close(1.0)
+
+    assert isinstance(pending.exception(1.0), gateway_module.PeerGone)
+    assert isinstance(a.request(b.proc_id, "never").exception(1.0), gateway_module.PeerGone)
+    stranger = ProcId(Uid.instance("x"), "inproc://nowhere")
+    assert isinstance(a.request(stranger, "never").exception(1.0), gateway_module.PeerGone)
+
+
+def test_an_address_behind_a_keeper_is_asked_for(net: Net) -> None:
+    keeper, a = net.proc("keeper"), net.proc("a")
+    child = net.proc("child", keeper=keeper.proc_id)
+    number, at_child = net.port(child)
+    known = ProcId(child.proc_id.uid, "", keeper.proc_id)
+    keeper.gateway.peer(known)
+    a.send(value(a, child, number, b"early"), known)  # the keeper does not know yet where it listens
+    child.gateway.connect(keeper.proc_id)
+    until(lambda: at_child.got == [b"early"])
+
+    assert peer(a, child).address == child.gateway.address
+
+
+def test_a_keeper_says_why_its_process_is_gone(net: Net) -> None:
+    keeper, a = net.proc("keeper"), net.proc("a")
+    child = ProcId(Uid.instance("child"), "", keeper.proc_id)
+    stranger = ProcId(Uid.instance("stranger"), "", keeper.proc_id)
+    answer, waiting = net.port(a)
+    keeper.gateway.peer(child)
+    for dst in (child, stranger):
+        a.send(Envelope(Kind.PORT, dst.key, 0, 1, a.key, 0, [b"x"], 4, reply_port=answer), dst)
+    until(lambda: waiting.bounces)
+    assert "its host does not know this process" in waiting.bounces[0][1].reason
+    keeper.gateway.declare_gone(child, Down("killed", "out of memory", 42, "h", None, 9))
+    until(lambda: len(waiting.bounces) == 2)
+    assert waiting.bounces[1][1] == Down("killed", "out of memory", 42, "h", None, 9)
+
+
+def test_a_process_whose_keeper_is_gone_is_given_up(net: Net) -> None:
+    keeper, a = net.proc("keeper"), net.proc("a")
+    child = ProcId(Uid.instance("child"), "", keeper.proc_id)
+    keeper.close(0.0)
+    answer, waiting = net.port(a)
+    a.send(Envelope(Kind.PORT, child.key, 0, 1, a.key, 0, [b"x"], 4, reply_port=answer), child)
+    until(lambda: waiting.bounces, 5.0)
+
+    assert "nobody listens" in waiting.bounces[0][1].reason
+
+
+def test_an_unknown_destination_is_refused_at_once(quick_net: Net) -> None:
+    a = quick_net.proc("a")
+    answer, waiting = quick_net.port(a)
+    a.send(Envelope(Kind.PORT, 12345, 0, 1, a.key, 0, [b"x"], 4, reply_port=answer), None)
+
+    assert waiting.bounces[0][1] == Down("unreachable", "no gateway on its way knows the destination process")
+
+
+def _send_via(src: Proc, relay: Proc, envelope: Envelope) -> None:
+    found = src.gateway.connect(relay.proc_id)
+    parts = [envelope.head(), *envelope.parts]
+    with found.lock:
+        src.gateway._send_now(found, found.session.wrap(parts, sum(map(len, parts))))
+
+
+def test_a_gateway_relays_and_bounces_what_it_cannot(net: Net) -> None:
+    a, relay, b = net.proc("a"), net.proc("relay"), net.proc("b")
+    number, at_b = net.port(b)
+    answer, waiting = net.port(a)
+    relay.gateway.connect(b.proc_id)
+    _send_via(a, relay, value(a, b, number, b"relayed", answer))
+    until(lambda: at_b.got == [b"relayed"])
+    assert b.key not in a.gateway.peers
+    unknown = value(a, b, number, b"unknown", answer)
+    unknown.dst_proc = 999
+    _send_via(a, relay, unknown)
+    until(lambda: len(waiting.bounces) == 1)
+    looping = value(a, b, number, b"looping", answer)
+    looping.ttl = 1
+    _send_via(a, relay, looping)
+    until(lambda: len(waiting.bounces) == 2)
+    b.close(0.0)
+    until(lambda: peer(relay, b).state is State.GONE)
+    _send_via(a, relay, value(a, b, number, b"late", answer))
+    until(lambda: len(waiting.bounces) == 3)
+
+    reasons = [down.reason for _, down in waiting.bounces]
+    assert "no gateway on its way" in reasons[0] and "hop limit" in reasons[1] and "nobody listens" in reasons[2]
+    assert at_b.got == [b"relayed"]
+
+
+def test_a_peer_that_does_not_read_makes_senders_wait_and_nothing_is_lost(net: Net) -> None:
+    a, b = net.proc("a", send_buffer_bytes=1 << 20), net.proc("b")
+    number, at_b = net.port(b)
+    at_b.gate.clear()
+    size, count, sent = 1 << 16, 400, 0
+
+    def talk() -> None:
+        nonlocal sent
+        for n in range(count):
+            send(a, b, number, b"x/%08d/" % n + bytes(size), may_wait=True)
+            sent += 1
+
+    sender = _threads(talk)
+    try:
+        until(lambda: b.key in a.gateway.peers and peer(a, b).waiting_for_room)
+        held = sent
+        assert held < count and peer(a, b).outbox_bytes <= (1 << 20) + 2 * size
+    finally:
+        at_b.gate.set()
+    _join(sender)
+    until(lambda: len(at_b.got) == count)
+    assert [int(each[2:10]) for each in at_b.got] == list(range(count))
+    until(lambda: peer(a, b).outbox_bytes == 0 and not peer(a, b).waiting_for_room)
+
+
+def test_senders_that_wait_for_room_hear_of_the_end(net: Net) -> None:
+    a, b = net.proc("a", send_buffer_bytes=1 << 18), net.proc("b")
+    number, at_b = net.port(b)
+    answer, waiting = net.port(a)
+    at_b.gate.clear()
+
+    def talk() -> None:
+        for _ in range(400):
+            send(a, b, number, bytes(1 << 16), reply_port=answer, may_wait=True)
+
+    sender = _threads(talk)
+    try:
+        until(lambda: b.key in a.gateway.peers and peer(a, b).waiting_for_room)
+        a.gateway.call_later(0, lambda: a.gateway.declare_gone(b.proc_id, Down("killed", "it was killed")))
+        _join(sender)
+    finally:
+        at_b.gate.set()
+    assert waiting.bounces and all(down.kind == "killed" for _, down in waiting.bounces)
+
+
+def test_the_gateway_leaves_nothing_behind(net: Net) -> None:
+    def cycle() -> None:
+        a, b = net.proc("a"), net.proc("b")
+        number, at_b = net.port(b)
+        send(a, b, number, b"x")
+        until(lambda: at_b.got)
+        a.close(1.0)
+        b.close(1.0)
+        net.procs.clear()
+
+    cycle()
+    until(lambda: not [t for t in threading.enumerate() if t.name.startswith("monarch")])
+    before = descriptors()
+    for _ in range(100 if net.scheme == "inproc" else 40):
+        cycle()
+    until(lambda: not [t for t in threading.enumerate() if t.name.startswith("monarch")])
+    assert descriptors() <= before
+
+
+def test_a_close_while_dialing_leaves_no_thread_and_no_link(net: Net) -> None:
+    for _ in range(20):
+        a, b = net.proc("a"), net.proc("b")
+        number, _ = net.port(b)
+        send(a, b, number, b"x")
+        a.close(0.0)
+        until(lambda: not a.gateway._links)  # noqa: B023
+
+
+# ---- strangers
+
+
+def _dial(net: Net, proc: Proc) -> Any:
+    return net.transport.dial(proc.gateway.address, SECRET, 5.0)
+
+
+def _dropped(link: Any) -> bool:
+    try:
+        link.recv_nowait()
+    except TransportError:
+        return True
+    return False
+
+
+def test_a_hello_of_another_version_is_dropped_with_a_warning(net: Net, caplog: pytest.LogCaptureFixture) -> None:
+    a = net.proc("a")
+    link = _dial(net, a)
+    hello = Hello(str(ProcId(Uid.instance("old"))), "", 0, 1, "h")
+    with caplog.at_level(logging.WARNING, "monarch"):
+        link.send_nowait([evolve(hello, wire=77).encode()])
+        until(lambda: _dropped(link))
+    link.abort()
+
+    assert "link.refused" in caplog.text and "speaks wire version 77" in caplog.text
+    assert not a.gateway.peers and not a.gateway._links
+
+
+@pytest.mark.parametrize("frame", [[b""], [b"nonsense"], [bytes(24)], [SESSION.pack(FrameType.DATA, 1, 0), b"x"]])
+def test_nonsense_is_dropped_with_a_warning(
+    quick_net: Net, caplog: pytest.LogCaptureFixture, frame: list[bytes]
+) -> None:
+    a = quick_net.proc("a")
+    link = _dial(quick_net, a)
+    with caplog.at_level(logging.WARNING, "monarch"):
+        link.send_nowait([frame])
+        until(lambda: _dropped(link))
+    link.abort()
+    assert "link.refused" in caplog.text and not a.gateway._links
+
+
+def test_a_connection_that_says_nothing_is_dropped(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway_module, "_HELLO_LIMIT_S", 0.05)
+    a = net.proc("a")
+    link = _dial(net, a)
+    until(lambda: _dropped(link))
+    link.abort()
+    assert not a.gateway._links and not a.gateway._newcomers
+
+
+@pytest.mark.parametrize("trouble", ["nonsense", "received too much", "ends"])
+def test_a_link_that_breaks_right_after_its_hello_leaves_no_dead_link_in_use(quick_net: Net, trouble: str) -> None:
+    a, b = quick_net.proc("a"), quick_net.proc("b")
+    number, at_b = quick_net.port(b)
+    link = _dial(quick_net, a)
+    hello = Hello(str(b.proc_id), b.gateway.address, 9 if trouble == "received too much" else 0, 1, "h")
+    frames = [hello.encode()] + ([[bytes(30)]] if trouble == "nonsense" else [])
+    link.send_nowait(frames)
+    if trouble == "ends":
+        link.close()
+    else:
+        until(lambda: _dropped(link))
+    link.abort()
+    send(a, b, number, b"still heard")
+    until(lambda: at_b.got == [b"still heard"], 5.0)
+
+
+def test_a_link_is_dropped_once_even_if_its_descriptor_has_another_owner_by_then(quick_net: Net) -> None:
+    a, b = quick_net.proc("a"), quick_net.proc("b")
+    number, at_b = quick_net.port(b)
+    send(a, b, number, b"1")
+    until(lambda: at_b.got)
+    old = peer(b, a).link
+    assert old is not None
+    cut(a, b)
+    until(lambda: peer(b, a).link not in (None, old))
+    b.gateway._drop(old)
+    b.gateway._drop_if_silent(old)
+    send(a, b, number, b"2")
+    until(lambda: at_b.got == [b"1", b"2"])
+
+
+# ---- what goes wrong above
+
+
+def test_a_sink_that_raises_does_not_cost_the_messages_behind(net: Net, caplog: pytest.LogCaptureFixture) -> None:
+    a, b = net.proc("a"), net.proc("b")
+    number, at_b = net.port(b)
+    broken, sink = net.port(b)
+    sink.deliver = lambda envelope: 1 / 0  # type: ignore[method-assign,assignment,return-value]
+    with caplog.at_level(logging.ERROR, "monarch"):
+        for n in range(20):
+            send(a, b, broken if n % 4 == 0 else number, b"x/%d" % n)
+        until(lambda: len(at_b.got) == 15)
+
+    assert "message.failed" in caplog.text and peer(b, a).breaks == 0
+
+
+def test_a_timer_that_raises_does_not_cost_the_others(net: Net, caplog: pytest.LogCaptureFixture) -> None:
+    a = net.proc("a")
+    done = threading.Event()
+    with caplog.at_level(logging.ERROR, "monarch"):
+        a.gateway.call_later(0.0, lambda: 1 / 0)  # type: ignore[arg-type,return-value]
+        a.gateway.call_later(0.001, done.set)
+        assert done.wait(LIMIT_S)
+    assert "gateway.timer_failed" in caplog.text
+
+
+def test_timers_run_in_the_order_in_which_they_are_due(net: Net) -> None:
+    a = net.proc("a")
+    order: list[int] = []
+    for n in (3, 1, 2, 0):
+        a.gateway.call_later(0.01 * n, lambda n=n: order.append(n))
+    until(lambda: len(order) == 4)
+    assert order == [0, 1, 2, 3]
+
+
+def test_a_kept_process_is_given_up_only_by_the_break_that_lasts(quick_net: Net) -> None:
+    keeper = quick_net.proc("keeper", message_delivery_timeout_s=0.5)
+    child = quick_net.proc("child", keeper=keeper.proc_id)
+    keeper.gateway.peer(child.proc_id)
+    child.gateway.connect(keeper.proc_id)
+    until(lambda: keeper.gateway.peers[child.key].state is State.UP)
+    found = keeper.gateway.peers[child.key]
+    cut(keeper, child)
+    until(lambda: found.breaks == 1 and found.state is State.UP)
+    keeper.gateway._give_up_broken(found, 1)  # comes when the link is up
+    assert found.state is State.UP
+    with found.lock:
+        found.state, found.breaks = State.BROKEN, 2
+    keeper.gateway._give_up_broken(found, 1)  # comes for the first break, during the second
+    assert found.down is None
+    keeper.gateway._give_up_broken(found, 2)
+    assert found.state is State.GONE
+
+
+def test_a_very_long_time_out_is_no_error(quick_net: Net) -> None:
+    a = quick_net.proc("a")
+    future: Future[int] = Future._pending(a.driver)
+    threading.Timer(0.02, lambda: future._complete(lambda: 1)).start()
+    assert future.get(1e9) == 1
+
+
+def test_acknowledgements_travel_alone_when_there_is_no_answer(net: Net) -> None:
+    a, b = net.proc("a"), net.proc("b", ack_interval_s=0.02)
+    number, at_b = net.port(b)
+    for n in range(10):
+        send(a, b, number, b"%d" % n)
+    until(lambda: len(at_b.got) == 10 and not peer(a, b).session.unacked)
+    assert peer(a, b).session.unacked_bytes == 0
+
+
+def test_a_monitor_of_a_remote_actor_hears_of_its_process(net: Net) -> None:
+    a, b = net.proc("a"), net.proc("b")
+    heard: list[Down] = []
+    a.watch(ActorId(b.proc_id, 77, "x"), heard.append)
+    cancelled = a.watch(ActorId(b.proc_id, 78, "y"), lambda down: heard.append(Down("failed", "never")))
+    cancelled()
+    until(lambda: (b.key, 77) and (b.key in a.gateway.peers) and b.monitors.watched() == 2)
+    b.close(1.0)
+    until(lambda: heard)
+    assert len(heard) == 1 and heard[0].stopped
+
+
+def test_a_descriptor_of_the_user_is_polled_until_it_is_removed(quick_net: Net) -> None:
+    import os
+
+    a = quick_net.proc("a")
+    read_fd, write_fd = os.pipe()
+    got = Collector()
+    a.gateway.add_pollable(read_fd, lambda: got.got.append(os.read(read_fd, 10)))
+    os.write(write_fd, b"1")
+    until(lambda: got.got == [b"1"])
+    a.gateway.remove_pollable(read_fd)
+    a.gateway.remove_pollable(read_fd)
+    os.close(read_fd)
+    os.close(write_fd)

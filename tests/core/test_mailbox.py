@@ -1,0 +1,143 @@
+"""A mailbox restores each sender's order, whatever overtook what, and loses nothing when it closes."""
+
+from __future__ import annotations
+
+import threading
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from monarch.core.driver import Signal
+from monarch.core.envelope import Envelope, Flag, Kind
+from monarch.core.mailbox import Mailbox
+from monarch.core.monitor import Down
+
+_DOWN = Down("stopped", "it was stopped")
+
+
+def _message(sender: int, seq: int, proc: int = 5) -> Envelope:
+    return Envelope(Kind.CALL, 1, 2, 0, proc, sender, [], Flag.SEQUENCED, seq=seq)
+
+
+def _take_all(mailbox: Mailbox) -> list[Envelope]:
+    taken = []
+    while (envelope := mailbox.take()) is not None:
+        taken.append(envelope)
+    return taken
+
+
+@st.composite
+def arrivals(draw: st.DrawFn) -> list[tuple[int, int]]:
+    counts = draw(st.lists(st.integers(0, 12), min_size=1, max_size=4))
+    messages = [(sender, seq) for sender, count in enumerate(counts) for seq in range(count)]
+    return draw(st.permutations(messages))
+
+
+@given(arrivals(), st.integers(0, 50))
+def test_the_order_of_each_sender_is_restored_for_any_interleaving(order: list[tuple[int, int]], look: int) -> None:
+    mailbox = Mailbox(Signal())
+    taken = []
+    for at, (sender, seq) in enumerate(order):
+        assert mailbox.put(_message(sender, seq)) is None
+        if at == look:
+            taken += _take_all(mailbox)
+    taken += _take_all(mailbox)
+
+    assert len(taken) == len(order) and mailbox.empty and mailbox.drain() == []
+    for sender in {sender for sender, _ in order}:
+        assert [e.seq for e in taken if e.src_actor == sender] == list(range(sum(s == sender for s, _ in order)))
+
+
+def test_senders_are_told_apart_by_process_and_actor() -> None:
+    mailbox = Mailbox(Signal())
+    for proc in (5, 6):
+        for sender in (1, 2):
+            mailbox.put(_message(sender, 0, proc))
+
+    assert len(mailbox) == 4
+
+
+def test_messages_without_a_number_are_taken_as_they_come() -> None:
+    mailbox = Mailbox(Signal())
+    mailbox.put(_message(1, 3))
+    plain = Envelope(Kind.CALL, 1, 2, 0, 5, 1, [])
+    mailbox.put(plain)
+
+    assert mailbox.take() is plain and mailbox.take() is None
+
+
+def test_control_messages_are_kept_apart_and_taken_after_close_too() -> None:
+    mailbox, done = Mailbox(Signal()), []
+    mailbox.put(_message(1, 0))
+    mailbox.close(_DOWN)
+    mailbox.control(lambda: done.append(1))
+    action = mailbox.take_control()
+    assert action is not None
+    action()
+
+    assert done == [1] and mailbox.take_control() is None and len(mailbox) == 1
+
+
+def test_a_put_wakes_and_a_message_that_must_wait_does_not() -> None:
+    signal = Signal()
+    mailbox = Mailbox(signal)
+    mailbox.put(_message(1, 1))
+    assert not signal.is_set
+    mailbox.put(_message(1, 0))
+    assert signal.is_set and len(mailbox) == 2
+
+
+def test_closing_refuses_with_the_first_reason_and_drain_returns_all() -> None:
+    mailbox = Mailbox(Signal())
+    for sender, seq in [(1, 0), (1, 2), (2, 1), (2, 0), (3, 7)]:
+        mailbox.put(_message(sender, seq))
+    mailbox.close(_DOWN)
+    mailbox.close(Down("failed", "later"))
+
+    assert mailbox.put(_message(1, 1)) == _DOWN
+    assert sorted((e.src_actor, e.seq) for e in mailbox.drain()) == [(1, 0), (1, 2), (2, 0), (2, 1), (3, 7)]
+    assert mailbox.drain() == [] and mailbox.take() is None
+
+
+def test_a_forgotten_process_leaves_nothing_behind_and_others_keep_their_place() -> None:
+    mailbox = Mailbox(Signal())
+    mailbox.put(_message(1, 0, proc=5))
+    mailbox.put(_message(2, 4, proc=5))  # its first never came
+    mailbox.put(_message(1, 0, proc=6))
+    mailbox.forget_sender(5)
+
+    assert len(mailbox) == 2
+    assert set(mailbox._expected) == {(6, 1)} and not mailbox._waiting
+    mailbox.put(_message(1, 1, proc=6))
+    assert len(mailbox) == 3
+
+
+def test_books_on_messages_that_waited_are_closed_when_all_have_come() -> None:
+    mailbox = Mailbox(Signal())
+    for seq in (2, 1, 0):
+        mailbox.put(_message(1, seq))
+
+    assert not mailbox._waiting
+
+
+def test_puts_that_race_with_a_close_are_either_refused_or_drained() -> None:
+    for _ in range(100):
+        mailbox = Mailbox(Signal())
+        accepted = [0, 0]
+        barrier = threading.Barrier(3)
+
+        def put(sender: int) -> None:
+            barrier.wait(10)
+            for seq in range(50):
+                if mailbox.put(_message(sender, seq)) is None:
+                    accepted[sender] += 1
+
+        threads = [threading.Thread(target=put, args=(sender,)) for sender in (0, 1)]
+        for thread in threads:
+            thread.start()
+        barrier.wait(10)
+        mailbox.close(_DOWN)
+        drained = mailbox.drain()
+        for thread in threads:
+            thread.join(10)
+        assert len(drained) == sum(accepted) and mailbox.drain() == []

@@ -1,0 +1,315 @@
+"""Processes that die: who hears of it, how soon, and what goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from monarch.actor import Actor, Channel, SupervisionError, context, endpoint, this_host
+from monarch.testing import TestClient, fresh_client, wait_until_gone
+from tests.mesh.actors import Cleaner, Parent, Worker
+
+SOON_S = 1.0
+
+
+class Timer:
+    """Fails a block that takes longer than a dead process may keep its callers waiting."""
+
+    def __enter__(self) -> None:
+        self._began_s = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        assert time.monotonic() - self._began_s < SOON_S
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
+def test_calls_to_a_killed_process_fail_soon_and_say_why(real_client: TestClient, channel: Any, signum: int) -> None:
+    port, receiver = channel
+    workers = this_host().spawn_procs({"gpus": 3}).spawn("workers", Worker)
+    pid = workers.slice(gpus=1).pid.call_one().get(10)
+    held = workers.slice(gpus=1).hold.call_one(port)
+    receiver.recv().get(10)
+    queued = workers.echo.call(1)
+
+    os.kill(pid, signum)
+    with Timer():
+        for future in (held, queued, workers.echo.call(2), workers.slice(gpus=1).echo.call_one(3)):
+            with pytest.raises(SupervisionError, match=rf"failed: Killed\(sig={signum}\)") as caught:
+                future.get(5)
+            assert "Worker workers{'gpus': 1/3}" in str(caught.value)
+            assert f"process {pid}" in str(caught.value)
+            assert "at rank 1" in str(caught.value)
+
+    failure = real_client.expect_fault()
+    assert (failure.crashed_ranks, failure.down.signal, failure.down.pid) == ([1], signum, pid)
+    assert list(workers.slice(gpus=slice(0, 3, 2)).echo.call(1).get(10).values()) == [1, 1]
+
+
+@pytest.mark.parametrize("code", [0, 1, 42])
+def test_calls_to_a_process_that_exits_fail_with_the_code(real_client: TestClient, code: int) -> None:
+    workers = this_host().spawn_procs({"gpus": 2}).spawn("workers", Worker)
+
+    with Timer(), pytest.raises(SupervisionError) as caught:
+        workers.slice(gpus=0).exit_process.call_one(code).get(5)
+
+    text = f"the process this actor was running on exited with {'non-zero ' if code else ''}code {code}"
+    assert text in str(caught.value)
+    assert real_client.expect_fault(text).down.code == code
+    with Timer(), pytest.raises(SupervisionError, match=text):
+        workers.echo.call(1).get(5)
+
+
+def test_a_stream_gets_what_the_living_reply(real_client: TestClient, channel: Any) -> None:
+    port, receiver = channel
+    workers = this_host().spawn_procs({"gpus": 3}).spawn("workers", Worker)
+    pid = workers.slice(gpus=0).pid.call_one().get(10)
+    workers.slice(gpus=0).hold.broadcast(port)
+    receiver.recv().get(10)
+    futures = workers.echo.stream(1)
+    first = [next(futures).get(10) for _ in range(2)]
+
+    os.kill(pid, signal.SIGKILL)
+
+    assert first == [1, 1]
+    with Timer(), pytest.raises(SupervisionError, match="Killed"):
+        next(futures).get(5)
+    real_client.expect_fault("Killed")
+
+
+def test_every_mesh_with_a_member_there_hears(client: TestClient) -> None:
+    procs = this_host().spawn_procs({"gpus": 2})
+    meshes = {name: procs.spawn(name, Worker) for name in ("one", "two")}
+    for mesh in meshes.values():
+        mesh.echo.call(1).get(10)
+
+    client.kill(procs.slice(gpus=0))
+
+    failures = [client.expect_fault("Killed") for _ in range(2)]
+    assert sorted(failure.mesh_name for failure in failures) == ["one", "two"]
+    for mesh in meshes.values():
+        with pytest.raises(SupervisionError, match="Killed"):
+            mesh.echo.call(1).get(10)
+        assert mesh.slice(gpus=1).echo.call_one(1).get(10) == 1
+
+
+def test_a_process_without_actors_is_missed_too(client: TestClient) -> None:
+    procs = this_host().spawn_procs({"gpus": 2}, name="empty")
+    procs.initialized.get(10)
+
+    client.kill(procs.slice(gpus=1))
+
+    failure = client.expect_fault("Killed")
+    assert (failure.mesh_name, failure.crashed_ranks) == ("empty", [1])
+
+
+def test_an_actor_with_pending_calls_to_a_dead_process_hears_soon(client: TestClient, channel: Any) -> None:
+    """The two processes talk directly; the client is not on their way."""
+    port, receiver = channel
+    procs = this_host().spawn_procs({"gpus": 2})
+    workers = procs.spawn("workers", Worker)
+    dead, alive = workers.slice(gpus=0), workers.slice(gpus=1)
+    assert alive.call_other.call_one(dead, 1).get(10) == 1
+    dead.hold.broadcast(port)
+    receiver.recv().get(10)
+    pending = alive.call_other.call_one(dead, 2)
+
+    client.kill(procs.slice(gpus=0))
+
+    with pytest.raises(Exception, match="Killed"):
+        pending.get(5)
+    with pytest.raises(Exception, match="Killed"):
+        alive.call_other.call_one(dead, 3).get(5)
+    client.expect_fault("Killed")
+
+
+def test_a_stop_after_a_death_succeeds_and_new_processes_can_be_spawned(client: TestClient) -> None:
+    procs = this_host().spawn_procs({"gpus": 2})
+    workers = procs.spawn("workers", Worker)
+    workers.echo.call(1).get(10)
+    client.kill(procs)
+    for _ in range(2):
+        client.expect_fault("Killed")
+
+    workers.stop().get(10)
+    procs.stop().get(10)
+    assert list(this_host().spawn_procs({"gpus": 2}).spawn("w", Worker).echo.call(1).get(10).values()) == [1, 1]
+
+
+def test_a_process_that_dies_while_it_starts_is_reported(real_client: TestClient) -> None:
+    from attrs import evolve
+
+    from monarch.actor import default_bootstrap_cmd
+
+    command = evolve(default_bootstrap_cmd(), program="/bin/false", args=())
+    workers = this_host().spawn_procs({"gpus": 2}, bootstrap_command=command).spawn("workers", Worker)
+
+    with pytest.raises(SupervisionError, match="code 1"):
+        workers.echo.call(1).get(10)
+    for _ in range(2):
+        real_client.expect_fault("code 1")
+
+
+def test_the_children_of_an_actor_end_when_its_process_dies(real_client: TestClient, channel: Any) -> None:
+    port, _ = channel
+    procs = this_host().spawn_procs({"gpus": 2})
+    parent = procs.slice(gpus=0).spawn("parent", Parent, port, "handle")
+    own = parent.spawn_procs.call_one(2, "own").get(10)
+    guests = parent.spawn_on.call_one(procs.slice(gpus=1), "guests").get(10)
+    pids = list(own.pid.call().get(10).values())
+    guests.echo.call_one(1).get(10)
+
+    with pytest.raises(SupervisionError, match="Killed"):
+        parent.kill_process.call_one().get(10)
+
+    for pid in pids:
+        wait_until_gone(pid)
+    with pytest.raises(SupervisionError, match="owner"):
+        guests.echo.call_one(1).get(10)
+    survivors = procs.slice(gpus=1).spawn("survivor", Worker)
+    assert survivors.echo.call_one(1).get(10) == 1  # the process lives on
+    real_client.expect_fault("Killed")
+
+
+def test_an_owner_hears_of_the_death_of_its_processes(real_client: TestClient, channel: Any) -> None:
+    port, receiver = channel
+    parent = this_host().spawn_procs().spawn("parent", Parent, port, "handle")
+    own = parent.spawn_procs.call_one(2, "own").get(10)
+
+    own.slice(gpus=1).kill_process.broadcast()
+
+    name, ranks, report, on_thread = receiver.recv().get(10)
+    assert (name, ranks, on_thread) == ("own", [1], True)
+    assert "Killed(sig=9)" in report
+    assert own.slice(gpus=0).echo.call_one(1).get(10) == 1
+    assert real_client.faults.values == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_client_that_is_killed_leaves_no_process(signum: int) -> None:
+    program = (
+        "from monarch.actor import this_host\nfrom tests.mesh.actors import Parent, Worker\n"
+        "from monarch.actor import Channel\nport, _ = Channel.open()\n"
+        "procs = this_host().spawn_procs({'gpus': 2})\n"
+        "pids = list(procs.spawn('w', Worker).pid.call().get(10).values())\n"
+        "parent = procs.slice(gpus=0).spawn('p', Parent, port, 'handle')\n"
+        "pids += parent.spawn_procs.call_one(2, 'own').get(10).pid.call().get(10).values()\n"
+        "print(*pids, flush=True)\nimport time; time.sleep(60)\n"
+    )
+    environ = {**os.environ, "PYTHONPATH": ":".join(filter(None, sys.path)), "MONARCH_TRANSPORT": "ipc"}
+    driver = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ
+    )
+    assert driver.stdout is not None
+    pids = [int(pid) for pid in driver.stdout.readline().split()]
+    assert len(pids) == 4
+
+    driver.send_signal(signum)
+    driver.communicate(timeout=20)
+
+    for pid in pids:
+        wait_until_gone(pid)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_of_the_client_gets_a_clear_error(real_client: TestClient) -> None:
+    workers = this_host().spawn_procs({"gpus": 1}).spawn("workers", Worker)
+    workers.echo.call(1).get(10)
+    read, write = os.pipe()
+
+    pid = os.fork()
+    if not pid:
+        text = "nothing was raised"
+        try:
+            workers.echo.call(1)
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"
+        try:
+            str(context().actor_instance.actor_id)
+        except BaseException as error:
+            text += f" | {type(error).__name__}"
+        os.write(write, text.encode())
+        os._exit(0)
+    os.close(write)
+    os.waitpid(pid, 0)
+    said = os.read(read, 10_000).decode()
+    os.close(read)
+
+    assert said.startswith("RuntimeError: this process was forked")
+    assert said.endswith("| RuntimeError")
+    assert list(workers.echo.call(2).get(10).values()) == [2]
+
+
+@pytest.mark.parametrize("transport", ["ipc", "tcp"])
+@pytest.mark.parametrize("driver", ["caller", "thread"])
+def test_a_busy_process_is_not_dead(transport: str, driver: str) -> None:
+    """An endpoint that holds the interpreter delays its own actor only, and nobody takes it for dead."""
+
+    class Busy(Actor):
+        @endpoint
+        def spin(self, ready: Any) -> int:
+            port, receiver = Channel[Any].open()
+            ready.send(port)
+            done = receiver.recv()
+            turns = 0
+            while not done.done():
+                turns += 1
+            return turns
+
+    with fresh_client(transport, driver):
+        port, receiver = Channel[Any].open()
+        procs = this_host().spawn_procs({"gpus": 1})
+        busy, other = procs.spawn("busy", Busy), procs.spawn("other", Worker)
+        spinning = busy.spin.call(port)
+        release = receiver.recv().get(10)
+        for number in range(50):
+            assert list(other.echo.call(number).get(10).values()) == [number]
+        release.send("enough")
+        assert next(iter(spinning.get(10).values())) > 0
+
+
+def test_a_death_during_a_stop_is_no_failure(client: TestClient, channel: Any) -> None:
+    port, receiver = channel
+    procs = this_host().spawn_procs({"gpus": 2})
+    cleaners = procs.spawn("cleaners", Cleaner, port, "c")
+    cleaners.slice(gpus=0).hold.broadcast(port)
+    receiver.recv().get(10)
+    stopping = procs.stop()
+    client.kill(procs)
+
+    stopping.get(10)
+    assert client.faults.values == []
+
+
+def test_many_threads_with_pending_calls_all_hear(real_client: TestClient, channel: Any) -> None:
+    port, receiver = channel
+    worker = this_host().spawn_procs().spawn("worker", Worker)
+    pid = worker.pid.call_one().get(10)
+    worker.hold.broadcast(port)
+    receiver.recv().get(10)
+    errors: list[BaseException | None] = []
+    started = threading.Barrier(9)
+
+    def wait() -> None:
+        future = worker.echo.call_one(1)
+        started.wait(10)
+        errors.append(future.exception(10))
+
+    threads = [threading.Thread(target=wait) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    started.wait(10)
+    os.kill(pid, signal.SIGKILL)
+    for thread in threads:
+        thread.join(10)
+
+    assert [type(error) for error in errors] == [SupervisionError] * 8
+    real_client.expect_fault("Killed")

@@ -1,0 +1,285 @@
+"""What `spawn_procs` and `spawn` start, and what goes wrong there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from typing import Any
+
+import pytest
+
+from monarch.actor import (
+    Actor,
+    ActorError,
+    Point,
+    SupervisionError,
+    default_bootstrap_cmd,
+    endpoint,
+    this_host,
+    this_proc,
+)
+from monarch.testing import TestClient
+from tests.mesh.actors import AsyncWorker, EndlessInit, Worker
+
+
+class State:
+    ready = ""
+
+
+def prepare() -> None:
+    State.ready = f"prepared in {os.getpid()}"
+
+
+async def prepare_async() -> None:
+    import asyncio
+
+    await asyncio.sleep(0)
+    State.ready = "prepared async"
+
+
+def prepare_with_actor() -> None:
+    helper = this_proc().spawn("helper", Worker)
+    State.ready = str(helper.echo.call_one("spawned by the bootstrap").get(10))
+
+
+def refuse() -> None:
+    raise LookupError("no licence")
+
+
+class Prepared(Actor):
+    def __init__(self) -> None:
+        self.at_birth = State.ready
+
+    @endpoint
+    def state(self) -> str:
+        return self.at_birth
+
+
+# Shapes
+
+
+def test_sizes_are_those_of_the_host_then_per_host(client: TestClient) -> None:
+    assert this_host().spawn_procs().sizes == {}
+    procs = this_host().spawn_procs({"a": 2, "b": 1})
+    assert procs.sizes == {"a": 2, "b": 1}
+    assert len(set(procs.spawn("w", Worker).proc_key.call().get(10).values())) == 2
+
+
+def test_wrong_sizes_and_bindings_are_refused_at_the_call(monarch_client: TestClient) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        this_host().spawn_procs({"gpus": 0})
+    with pytest.raises(ValueError, match=r"proc_bind length \(1\) must equal procs_per_host \(4\)"):
+        this_host().spawn_procs({"gpus": 4}, proc_bind=[{"cpus": "0"}])
+    with pytest.raises(ValueError, match="numa"):
+        this_host().spawn_procs(proc_bind=[{"numa": "0"}])
+    with pytest.raises(ValueError, match="taskset"):
+        this_host().spawn_procs(proc_bind=[{"cpus": "0", "membind": "0"}])
+
+
+def test_spawn_refuses_what_is_no_actor_and_arguments_that_do_not_fit(monarch_client: TestClient) -> None:
+    procs = this_host().spawn_procs({"gpus": 2})
+
+    with pytest.raises(ValueError, match="subclass of Actor"):
+        procs.spawn("x", str)  # type: ignore[type-var]
+    with pytest.raises(TypeError, match=r"Worker\.__init__"):
+        procs.spawn("x", Worker, 1, 2, 3)
+    assert list(procs.spawn("x", Worker, start=5).add.call(0).get(10).values()) == [5, 5]
+
+
+@pytest.mark.parametrize("monarch_settings", [{"mixed_endpoints": False}])
+def test_mixed_classes_are_refused_where_the_setting_says_so(monarch_client: TestClient) -> None:
+    procs = this_host().spawn_procs()
+
+    with pytest.raises(ValueError, match="mixes both async and sync"):
+        procs.spawn("x", AsyncWorker)
+    assert procs.spawn("x", Worker).echo.call_one(1).get(10) == 1
+
+
+def test_names_may_be_used_again(client: TestClient) -> None:
+    procs = this_host().spawn_procs({"gpus": 2})
+    first, second = procs.spawn("same", Worker, 1), procs.spawn("same", Worker, 2)
+
+    assert list(first.add.call(0).get(10).values()) == [1, 1]
+    assert list(second.add.call(0).get(10).values()) == [2, 2]
+    first.stop().get(10)
+    assert list(procs.spawn("same", Worker, 3).add.call(0).get(10).values()) == [3, 3]
+    assert list(second.add.call(0).get(10).values()) == [2, 2]
+
+
+def test_initialized_resolves_for_processes_and_actors(client: TestClient) -> None:
+    procs = this_host().spawn_procs({"gpus": 2})
+    workers = procs.spawn("workers", Worker)
+
+    assert procs.initialized.get(10) is True
+    assert procs.slice(gpus=1).initialized.get(10) is True
+    assert workers.initialized.get(10) is None
+    assert this_host().initialized.get(10) is True
+    assert this_proc().initialized.get(10) is True
+
+
+def test_this_proc_is_the_clients_own_process(client: TestClient) -> None:
+    local = this_proc().spawn("local", Worker)
+
+    assert local.pid.call_one().get(10) == os.getpid()
+    assert local.echo.call_one([1]).get(10) == [1]
+    local.stop().get(10)
+
+
+def test_two_meshes_live_side_by_side(client: TestClient) -> None:
+    first, second = this_host().spawn_procs({"gpus": 1}), this_host().spawn_procs({"gpus": 1})
+    a, b = first.spawn("a", Worker), second.spawn("b", Worker)
+
+    assert a.slice(gpus=0).call_other.call_one(b.slice(gpus=0), 1).get(10) == 1
+    first.stop().get(10)
+    assert list(b.echo.call(2).get(10).values()) == [2]
+
+
+# Bootstrap functions
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [(prepare, "prepared in"), (prepare_async, "prepared async"), (prepare_with_actor, "spawned by the bootstrap")],
+)
+def test_a_bootstrap_function_runs_before_any_actor(real_client: TestClient, function: Any, text: str) -> None:
+    procs = this_host().spawn_procs({"gpus": 2}, bootstrap=function)
+    states = procs.spawn("prepared", Prepared).state.call().get(10)
+
+    assert all(text in state for state in states.values())
+    assert procs.initialized.get(10) is True
+    assert State.ready == ""
+
+
+def test_a_bootstrap_function_that_raises_fails_the_start_and_what_was_spawned(client: TestClient) -> None:
+    procs = this_host().spawn_procs({"gpus": 2}, bootstrap=refuse)
+    workers = procs.spawn("workers", Worker)
+    pending = workers.echo.call(1)
+
+    with pytest.raises(ActorError, match="no licence"):
+        procs.initialized.get(10)
+    with pytest.raises(SupervisionError, match="no licence"):
+        pending.get(10)
+    ranks = sorted(client.expect_fault("no licence").crashed_ranks[0] for _ in range(2))
+    assert ranks == [0, 1]
+    procs.stop().get(10)
+
+
+def test_actors_that_wait_for_a_bootstrap_function_can_be_stopped(client: TestClient, channel: Any) -> None:
+    """They are never made then, whatever becomes of the function."""
+    ready, receiver = channel
+
+    def wait() -> None:
+        from monarch.actor import Channel
+
+        port, inner = Channel[Any].open()
+        ready.send(port)
+        inner.recv().get(30)
+
+    procs = this_host().spawn_procs(bootstrap=wait)
+    release = receiver.recv().get(10)
+    born, births = __import__("monarch.actor").actor.Channel.open()
+    waiting = procs.spawn("waiting", EndlessInit, born)
+    pending = waiting.ping.call_one()
+    waiting.stop().get(10)
+
+    with pytest.raises(SupervisionError, match="stopped"):
+        pending.get(10)
+    release.send("go")
+    assert procs.initialized.get(10) is True
+    assert procs.spawn("later", Worker).echo.call_one(1).get(10) == 1
+    with pytest.raises(TimeoutError):
+        births.recv().get(0.02)
+
+
+# Commands, interpreters, environment, binding
+
+
+def test_the_environment_of_a_command_is_there_per_rank(real_client: TestClient) -> None:
+    def command(point: Point) -> Any:
+        return default_bootstrap_cmd().with_env({"RANK_OF_TEST": str(point.rank)})
+
+    procs = this_host().spawn_procs({"gpus": 3}, bootstrap_command=command)
+
+    assert list(procs.spawn("w", Worker).environ.call("RANK_OF_TEST").get(10).values()) == ["0", "1", "2"]
+
+
+def test_the_environment_is_there_before_the_first_import_of_a_users_module(
+    real_client: TestClient, tmp_path: Any
+) -> None:
+    (tmp_path / "reads_environment.py").write_text(
+        "import os\nfrom monarch.actor import Actor, endpoint\nAT_IMPORT = os.environ.get('RANK_OF_TEST')\n"
+        "class Reader(Actor):\n    @endpoint\n    def read(self) -> str:\n        return AT_IMPORT\n"
+    )
+    sys.path.insert(0, str(tmp_path))
+    try:
+        import reads_environment  # type: ignore[import-not-found]
+
+        command = default_bootstrap_cmd().with_env({"RANK_OF_TEST": "seen"})
+        procs = this_host().spawn_procs(bootstrap_command=command)
+        assert procs.spawn("reader", reads_environment.Reader).read.call_one().get(10) == "seen"
+    finally:
+        sys.path.remove(str(tmp_path))
+        sys.modules.pop("reads_environment", None)
+
+
+@pytest.mark.slow
+def test_another_interpreter_is_run(real_client: TestClient, tmp_path: Any) -> None:
+    wrapper = tmp_path / "python"
+    wrapper.write_text(f'#!/bin/sh\nMARK_OF_WRAPPER=yes exec {sys.executable} "$@"\n')
+    wrapper.chmod(0o755)
+
+    procs = this_host().with_python_executable(str(wrapper)).spawn_procs({"gpus": 2})
+
+    assert list(procs.spawn("w", Worker).environ.call("MARK_OF_WRAPPER").get(20).values()) == ["yes", "yes"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("taskset") is None, reason="taskset is not installed")
+def test_processes_are_bound_to_processors(real_client: TestClient) -> None:
+    class Bound(Actor):
+        @endpoint
+        def cpus(self) -> set[int]:
+            return os.sched_getaffinity(0)
+
+    usable = sorted(os.sched_getaffinity(0))
+    bindings = [{"cpus": str(usable[0])}, {"cpus": str(usable[-1])}]
+    procs = this_host().spawn_procs({"gpus": 2}, proc_bind=bindings)
+
+    assert list(procs.spawn("bound", Bound).cpus.call().get(20).values()) == [{usable[0]}, {usable[-1]}]
+
+
+def test_a_command_that_does_not_exist_is_said_at_the_first_use(real_client: TestClient) -> None:
+    procs = this_host().with_python_executable("/no/such/python").spawn_procs({"gpus": 2})
+    workers = procs.spawn("workers", Worker)
+
+    with pytest.raises(SupervisionError, match="/no/such/python"):
+        workers.echo.call(1).get(10)
+    with pytest.raises(SupervisionError, match="/no/such/python"):
+        procs.initialized.get(10)
+    for _ in range(2):
+        real_client.expect_fault("/no/such/python")
+
+
+def test_what_needs_a_real_process_says_so_over_inproc(monarch_client: TestClient) -> None:
+    assert this_host().is_fake_in_process
+    procs = this_host().spawn_procs(bootstrap_command=default_bootstrap_cmd().with_env({"A": "b"}))
+
+    with pytest.raises(SupervisionError, match="inproc"):
+        procs.spawn("w", Worker).echo.call_one(1).get(10)
+    monarch_client.expect_fault("inproc")
+
+
+def test_settings_reach_the_processes() -> None:
+    from monarch.testing import fresh_client
+
+    class Settings(Actor):
+        @endpoint
+        def read(self) -> tuple[Any, Any]:
+            from monarch.config import get_global_config
+
+            config = get_global_config()
+            return config["cleanup_timeout"], config["link_driver"]
+
+    with fresh_client("ipc", "thread", cleanup_timeout="7s"):
+        assert this_host().spawn_procs().spawn("s", Settings).read.call_one().get(10) == ("7s", "thread")

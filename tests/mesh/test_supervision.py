@@ -1,0 +1,192 @@
+"""Failures go to the owner, and up from there; the last to hear is the hook of the program."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+import monarch.actor
+from monarch.actor import ActorMesh, MeshFailure, SupervisionError, this_host
+from monarch.testing import Recorder, TestClient
+from tests.mesh.actors import AsyncParent, Parent, Unsupervised, Worker
+
+
+def spawn_parent(port: Any, verdict: str) -> Any:
+    return this_host().spawn_procs({"gpus": 2}).slice(gpus=0).spawn("parent", Parent, port, verdict)
+
+
+def test_an_owner_that_handles_a_failure_ends_it(client: TestClient, channel: Any) -> None:
+    port, receiver = channel
+    parent = spawn_parent(port, "handle")
+    child = parent.spawn.call_one("child").get(10)
+
+    child.leave.broadcast()
+    name, ranks, report, on_thread = receiver.recv().get(10)
+
+    assert (name, ranks, on_thread) == ("child", [0], True)
+    assert "SystemExit" in report
+    assert parent.ping.call_one().get(10) == "pong"
+    with pytest.raises(SupervisionError, match="SystemExit"):
+        child.echo.call_one(1).get(10)
+    again = parent.spawn.call_one("child").get(10)
+    assert again.echo.call_one(1).get(10) == 1
+
+
+@pytest.mark.parametrize("verdict", ["refuse", "raise"])
+def test_an_owner_that_does_not_handle_a_failure_fails_with_it(client: TestClient, channel: Any, verdict: str) -> None:
+    port, receiver = channel
+    parent = spawn_parent(port, verdict)
+    child = parent.spawn.call_one("child").get(10)
+    sibling = parent.spawn.call_one("sibling").get(10)
+
+    child.leave.broadcast()
+    receiver.recv().get(10)
+
+    failure = client.expect_fault("parent")
+    assert failure.mesh_name == "parent"
+    assert "SystemExit" in failure.report()  # the child's own report is in it
+    text = "supervise says no" if verdict == "raise" else "did not handle a supervision event from its child"
+    assert text in failure.report()
+    with pytest.raises(SupervisionError, match=text):
+        parent.ping.call_one().get(10)
+    with pytest.raises(SupervisionError):
+        sibling.echo.call_one(1).get(10)
+
+
+def test_an_owner_without_a_say_fails(client: TestClient) -> None:
+    owner = this_host().spawn_procs().spawn("owner", Unsupervised)
+    owner.spawn.call_one("child").get(10).leave.broadcast()
+
+    failure = client.expect_fault("did not handle a supervision event from its child")
+    assert failure.mesh_name == "owner"
+
+
+def test_a_caller_that_is_also_the_owner_gets_both(client: TestClient, channel: Any) -> None:
+    port, receiver = channel
+    parent = spawn_parent(port, "handle")
+    parent.spawn.call_one("child").get(10)
+
+    assert parent.call_fail.call_one("child").get(10).startswith("SupervisionError")
+    assert receiver.recv().get(10)[0] == "child"
+
+
+def test_a_holder_of_a_reference_gets_the_error_and_the_owner_the_failure(client: TestClient, channel: Any) -> None:
+    port, receiver = channel
+    parent = spawn_parent(port, "handle")
+    child = parent.spawn.call_one("child").get(10)
+
+    with pytest.raises(SupervisionError, match="SystemExit"):
+        child.leave.call_one().get(10)
+
+    assert receiver.recv().get(10)[0] == "child"
+    assert client.faults.values == []
+
+
+def test_an_async_owner_hears_while_its_endpoint_awaits(client: TestClient, channel: Any) -> None:
+    port, receiver = channel
+    parent = this_host().spawn_procs().spawn("parent", AsyncParent, port)
+
+    assert parent.wait_for_failure.call_one().get(10) == "saw it"
+    assert receiver.recv().get(10) is True
+
+
+def test_each_failed_rank_is_an_event_of_its_own(client: TestClient) -> None:
+    workers = this_host().spawn_procs({"gpus": 3}).spawn("workers", Worker)
+    workers.leave.broadcast()
+
+    ranks = sorted(client.expect_fault("workers").crashed_ranks[0] for _ in range(3))
+    assert ranks == [0, 1, 2]
+    failure = client.faults.values[0]
+    assert str(failure).startswith("MeshFailure(mesh_name='workers', crashed_ranks=[")
+
+
+def test_a_hook_hears_of_a_failure_once(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: Recorder[MeshFailure] = Recorder()
+    monkeypatch.setattr(monarch.actor, "unhandled_fault_hook", heard)
+    workers = this_host().spawn_procs({"gpus": 2}).spawn("workers", Worker)
+
+    workers.slice(gpus=1).leave.broadcast()
+    (failure,) = heard.wait()
+
+    assert (failure.mesh_name, failure.crashed_ranks) == ("workers", [1])
+    assert "Worker workers{'gpus': 1/2}" in failure.report()
+    for _ in range(3):
+        with pytest.raises(SupervisionError):
+            workers.echo.call(1).get(10)
+    assert len(heard) == 1
+    assert workers.slice(gpus=0).echo.call_one(1).get(10) == 1
+
+
+def test_a_graceful_stop_is_no_failure(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: Recorder[MeshFailure] = Recorder()
+    monkeypatch.setattr(monarch.actor, "unhandled_fault_hook", heard)
+    procs = this_host().spawn_procs({"gpus": 2})
+    workers = procs.spawn("workers", Worker)
+    workers.note.broadcast(1)
+    ActorMesh.stop(workers).get(10)
+    workers.note.broadcast(2)
+    procs.stop().get(10)
+
+    assert len(heard) == 0
+
+
+PROGRAM = """
+import atexit, sys
+import monarch.actor
+from monarch.actor import this_host
+from tests.mesh.actors import Worker
+atexit.register(print, "exit handler")
+{before}
+worker = this_host().spawn_procs().spawn("worker", Worker)
+worker.leave.broadcast()
+{after}
+"""
+
+
+def run(before: str = "", after: str = "", transport: str = "ipc") -> subprocess.CompletedProcess[str]:
+    program = PROGRAM.format(before=before, after=after)
+    environ = {"MONARCH_TRANSPORT": transport, "PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(filter(None, sys.path))}
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, env=environ)
+
+
+@pytest.mark.parametrize("transport", ["inproc", "ipc", "tcp"])
+def test_an_unhandled_failure_ends_the_program_with_status_1(transport: str) -> None:
+    done = run(after="import time; time.sleep(20); print('not reached')", transport=transport)
+
+    assert done.returncode == 1
+    assert "Unhandled monarch error on the root actor, hostname=" in done.stderr
+    assert "SystemExit" in done.stderr
+    assert "exit handler" in done.stdout
+    assert "not reached" not in done.stdout
+
+
+def test_a_program_that_waits_for_a_call_ends_too() -> None:
+    done = run(after="worker.echo.call_one(1).get()")
+
+    assert done.returncode == 1
+
+
+def test_a_hook_that_returns_lets_the_program_go_on() -> None:
+    done = run(
+        before="import threading; heard = threading.Event()\n"
+        "monarch.actor.unhandled_fault_hook = lambda failure: (print('hook:', failure.mesh_name), heard.set())",
+        after="assert heard.wait(10); print('goes on')",
+    )
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "hook: worker\ngoes on\nexit handler\n"
+
+
+def test_a_hook_that_raises_ends_the_program_and_is_called_once() -> None:
+    done = run(
+        before="def hook(failure):\n    print('hook', flush=True)\n    raise LookupError('in the hook')\n"
+        "monarch.actor.unhandled_fault_hook = hook",
+        after="import time; time.sleep(20)",
+    )
+
+    assert done.returncode == 1
+    assert done.stdout.count("hook\n") == 1
+    assert "in the hook" in done.stderr

@@ -1,0 +1,112 @@
+"""A client for a block of code: fresh, recorded, and gone afterwards."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+import pytest
+
+import monarch.actor
+from monarch.actor import Actor, context, endpoint, this_host
+from monarch.config import get_global_config
+from monarch.testing import UnexpectedFaults, fresh_client
+from tests.mesh.actors import Worker
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("transport", ["inproc", "ipc", "tcp"])
+@pytest.mark.parametrize("driver", ["caller", "thread"])
+def test_a_block_leaves_nothing_behind(transport: str, driver: str) -> None:
+    """Threads and descriptors are as before, once a first block has loaded what loads once."""
+
+    def block(kill: bool) -> None:
+        with fresh_client(transport, driver) as client:
+            procs = this_host().spawn_procs({"gpus": 2})
+            workers = procs.spawn("workers", Worker)
+            assert list(workers.add.call(1).get(10).values()) == [1, 1]
+            if kill:
+                client.kill(procs.slice(gpus=1))
+                client.expect_fault("Killed")
+
+    block(False)
+    threads, fds = set(threading.enumerate()), descriptors()
+    block(False)
+    block(True)
+
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(10)
+    assert not [thread.name for thread in set(threading.enumerate()) - threads if thread.is_alive()]
+    assert descriptors() <= fds
+
+
+def test_blocks_nest_and_restore_what_was_before() -> None:
+    with fresh_client(cleanup_timeout="7s") as outer:
+        mine = context().actor_instance
+        with fresh_client(cleanup_timeout="2s") as inner:
+            assert context().actor_instance is inner.context.actor_instance is not mine
+            assert get_global_config()["cleanup_timeout"] == "2s"
+            hook = monarch.actor.unhandled_fault_hook
+            monarch.actor.unhandled_fault_hook = print
+        assert monarch.actor.unhandled_fault_hook is hook
+        assert context() is outer.context
+        assert get_global_config()["cleanup_timeout"] == "7s"
+        assert this_host().spawn_procs().spawn("w", Worker).echo.call_one(1).get(10) == 1
+
+
+def test_the_environment_does_not_win_over_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MONARCH_TRANSPORT", "tcp")
+
+    with fresh_client("inproc"):
+        assert this_host().is_fake_in_process
+
+
+def test_an_unexpected_failure_fails_the_block() -> None:
+    with pytest.raises(UnexpectedFaults, match="SystemExit") as caught, fresh_client() as client:
+        this_host().spawn_procs().spawn("worker", Worker).leave.broadcast()
+        client.faults.wait()
+
+    assert [failure.mesh_name for failure in caught.value.failures] == ["worker"]
+
+
+def test_a_failure_explains_another_error_of_the_block() -> None:
+    with pytest.raises(LookupError) as caught, fresh_client() as client:
+        this_host().spawn_procs().spawn("worker", Worker).leave.broadcast()
+        client.faults.wait()
+        raise LookupError("what the test saw")
+
+    assert "SystemExit" in "\n".join(caught.value.__notes__)
+
+
+def test_failures_may_be_expected_allowed_or_hooked() -> None:
+    def fail() -> None:
+        this_host().spawn_procs().spawn("worker", Worker).leave.broadcast()
+
+    with fresh_client() as client:
+        fail()
+        assert client.expect_fault("worker").kind == "failed"
+        with pytest.raises(TimeoutError):
+            client.expect_fault("worker", 0.01)
+    with fresh_client() as client:
+        client.allow_faults()
+        fail()
+        client.faults.wait()
+    with fresh_client() as client:
+        heard = threading.Event()
+        monarch.actor.unhandled_fault_hook = lambda failure: heard.set()
+        fail()
+        assert heard.wait(10)
+
+
+def test_settings_reach_real_processes() -> None:
+    class Reader(Actor):
+        @endpoint
+        def read(self) -> Any:
+            return get_global_config()["cleanup_timeout"]
+
+    with fresh_client("tcp", cleanup_timeout="9s"):
+        assert this_host().spawn_procs().spawn("r", Reader).read.call_one().get(10) == "9s"

@@ -30,7 +30,7 @@ class Waiter(Actor):
 
     @endpoint(explicit_response_port=True)
     def take(self, reply: Port[None], seat: int) -> None:
-        """Answer when both chopsticks are there. With an explicit port that may be long after the method has returned."""
+        """Answer when both chopsticks are there. With an explicit port, that may be long after the method returned."""
         self.waiting.append((seat, reply))
         self._serve()
 

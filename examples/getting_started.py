@@ -146,7 +146,8 @@ class Sleeper(Actor):
         return "awake"
 
     @endpoint
-    async def ring(self) -> None:
+    async def ring(self, after_s: float) -> None:
+        await asyncio.sleep(after_s)
         self.bell.set()
 
 
@@ -154,7 +155,7 @@ def concurrent_endpoints(procs: ProcMesh) -> None:
     """While a concurrent endpoint awaits, its actor takes further messages."""
     sleeper = procs.slice(row=0, col=0).spawn("sleeper", Sleeper)
     asleep = [sleeper.wait_for_bell.call_one() for _ in range(3)]
-    sleeper.ring.call_one().get()
+    sleeper.ring.call_one(0.01).get()
     assert [future.get() for future in asleep] == ["awake"] * 3
     print("concurrent endpoints: three waited at once")
 

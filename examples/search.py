@@ -24,6 +24,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
 from monarch.actor import (
     Accumulator,
     Actor,
@@ -36,10 +41,6 @@ from monarch.actor import (
     endpoint,
     this_host,
 )
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Table
 
 # ---------------------------------------------------------------------------------------------------------------------
 # 1. What travels. Messages hold ordinary Python values: these small dataclasses are pickled like everything else.

@@ -6,7 +6,6 @@ The imports of a subcommand happen when it runs: `monarch --version` answers wit
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from importlib import import_module
 
@@ -18,9 +17,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(args.run(args))
     except KeyboardInterrupt:
         return 130  # as a shell reports a process that SIGINT ended
-    except BrokenPipeError:  # the reader, `head` perhaps, has seen enough
-        sys.stderr.close()
-        return 141
 
 
 def _parser() -> argparse.ArgumentParser:

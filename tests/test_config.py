@@ -40,8 +40,8 @@ def test_configure_fills_the_runtime_layer_and_clear_drops_it():
 
 @pytest.mark.parametrize(("given", "shown"), [("300s", "5m"), ("90s", "1m 30s"), ("1h30m", "1h 30m"), ("1m 30s",) * 2])
 def test_durations_print_normalised(given, shown):
-    with configured(host_spawn_ready_timeout=given) as config:
-        assert config["host_spawn_ready_timeout"] == shown
+    with configured(actor_spawn_max_idle=given) as config:
+        assert config["actor_spawn_max_idle"] == shown
 
 
 def test_configured_yields_the_merged_view_and_restores():

@@ -31,7 +31,7 @@ from typing import Any, Final
 import cloudpickle
 from cloudpickle import cloudpickle as _cloudpickle
 
-from monarch.core import tensors
+from monarch.core import settings, tensors
 from monarch.core.tensors import HOLE, OUT_OF_BAND_BYTES, Outbox, Reducer
 from monarch.transports.base import Buffer
 
@@ -53,13 +53,14 @@ def encode(obj: object, allocate: Allocate | None = None, explain: bool = True) 
     """
     verdict = _survey(obj, _MAX_DEPTH)
     if verdict == _SIMPLE:
-        return [pickle.dumps(obj, 5)]
+        return _within_limit([pickle.dumps(obj, 5)])
     try:
-        return _dump(obj, allocate, verdict)
+        parts = _dump(obj, allocate, verdict)
     except Exception as error:
         if explain:
             _blame(error, [("the value", obj)])
         raise
+    return _within_limit(parts)
 
 
 def encode_call(
@@ -72,19 +73,31 @@ def encode_call(
             _thread.lock, which cannot be pickled".
     """
     if not kwargs and _ATOMS.issuperset(map(type, args)):
-        return [pickle.dumps((args, kwargs), 5)]  # 0.6 us for three plain arguments
+        return _within_limit([pickle.dumps((args, kwargs), 5)])  # 0.6 us for three plain arguments
     call = (args, kwargs)
     verdict = _survey(args, _MAX_DEPTH)
     if kwargs and verdict != _LARGE:
         verdict = max(verdict, _survey(kwargs, _MAX_DEPTH))
     if verdict == _SIMPLE:
-        return [pickle.dumps(call, 5)]
+        return _within_limit([pickle.dumps(call, 5)])
     try:
-        return _dump(call, allocate, verdict)
+        parts = _dump(call, allocate, verdict)
     except Exception as error:
         named = [(f"argument {i}" + (f" ({n!r})" if n else ""), a) for i, n, a in _numbered(args, names)]
         _blame(error, [*named, *((f"argument {name!r}", value) for name, value in kwargs.items())])
         raise
+    return _within_limit(parts)
+
+
+def _within_limit(parts: list[Buffer]) -> list[Buffer]:
+    """Raises: ValueError when the setting `codec_max_frame_length` is lower than what the parts have together."""
+    limit = settings.get("codec_max_frame_length")
+    if limit and (size := sum(map(len, parts))) > limit:
+        raise ValueError(
+            f"rejecting oversize frame: len={size} > max={limit}; the limit is the setting codec_max_frame_length "
+            "(HYPERACTOR_CODEC_MAX_FRAME_LENGTH), and 0 lifts it"
+        )
+    return parts
 
 
 def decode(parts: Sequence[Buffer]) -> Any:

@@ -40,6 +40,8 @@ class Flag:
     """The error is to be raised as it is, unwrapped (`Port.exception`)."""
     SILENT: Final = 4
     """Do not report it when this message bounces."""
+    BEGUN: Final = 16
+    """The actor was serving this message when it ended."""
     SEQUENCED: Final = 8
     """`seq` counts this sender's messages to this actor; the receiver restores that order."""
 

@@ -219,8 +219,9 @@ class Gateway:
         """Take in what has arrived and do what is due; waits up to `timeout_s` when there is nothing."""
         while self._corked:
             peer = self._corked.popleft()
-            if peer.link is not None:
-                self._on_link(peer, peer.link, select.EPOLLOUT)
+            link = peer.link
+            if link is not None:
+                self._on_link(peer, link, select.EPOLLOUT)
         now_s = time.monotonic()
         due_s = self._next_deadline_s()
         if due_s is not None:

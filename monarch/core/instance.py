@@ -28,7 +28,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from monarch.core.driver import Signal
-from monarch.core.envelope import Envelope
+from monarch.core.envelope import Envelope, Flag
 from monarch.core.ids import ActorId
 from monarch.core.loop import ActorLoop, hidden_loop
 from monarch.core.mailbox import Mailbox
@@ -270,12 +270,14 @@ class Instance(Sender):
         behavior = self._behavior
         # One that was begun has been delivered: only who waits for its answer is told.
         if self._current_envelope is not None and self._current_envelope.reply_port:
+            self._current_envelope.flags |= Flag.BEGUN
             behavior.abandon(self._current_envelope, down)
         for envelope in self.mailbox.drain():
             behavior.abandon(envelope, down)
         for task, envelope in list(self._concurrent.items()):
             task.cancel()
             if envelope.reply_port:
+                envelope.flags |= Flag.BEGUN
                 behavior.abandon(envelope, down)
         if self._current is not None:
             self._current.cancel()

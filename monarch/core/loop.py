@@ -31,6 +31,7 @@ class _MailboxSelector(selectors.BaseSelector):
         self._wake: WakeFd | None = None
         self.turn: Callable[[], None] = lambda: None
         self.has_ready: Callable[[], bool] = lambda: False
+        self.deadline_s: float | None = None  # when `select` returns at the latest
 
     def _real(self) -> selectors.EpollSelector:
         if self._epoll is None:
@@ -63,14 +64,14 @@ class _MailboxSelector(selectors.BaseSelector):
             self._wake.close()
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        deadline_s = None if timeout is None else time.monotonic() + timeout
+        self.deadline_s = None if timeout is None else time.monotonic() + timeout
         signal = self._signal
         while True:
             signal.clear()
             self.turn()
             if self.has_ready() or timeout == 0:
                 return self._poll_user(0)
-            left_s = None if deadline_s is None else deadline_s - time.monotonic()
+            left_s = None if self.deadline_s is None else self.deadline_s - time.monotonic()
             if left_s is not None and left_s <= 0:
                 return self._poll_user(0)
             if self._epoll is not None and len(self._epoll.get_map()) > 1:
@@ -145,6 +146,15 @@ class ActorLoop(asyncio.SelectorEventLoop):
             captured.append(handle)
             return handle
         return super().call_soon(callback, *args, context=context)
+
+    def call_at(
+        self, when: float, callback: Any, *args: Any, context: contextvars.Context | None = None
+    ) -> asyncio.TimerHandle:
+        # A message that is dispatched inside `select` may set a timer, which asyncio would look at in its next turn only.
+        selector = self._mailbox_selector
+        if selector.deadline_s is None or when < selector.deadline_s:
+            selector.deadline_s = when
+        return super().call_at(when, callback, *args, context=context)
 
     def start_now(self, coro: Coroutine[Any, Any, Any], context: contextvars.Context) -> asyncio.Task[Any]:
         """A task of this loop whose first step has been made. Called from the loop's thread, outside any task.

@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 
 from monarch.core import codec
 from monarch.core.driver import make_driver
-from monarch.core.envelope import Envelope, Flag, Kind
+from monarch.core.envelope import MESSAGE_TTL, Envelope, Flag, Kind
 from monarch.core.future import Future
 from monarch.core.gateway import Gateway, Limits, Peer, PeerGone, State
 from monarch.core.ids import ActorId, ProcId
@@ -30,7 +30,6 @@ log = get_logger("monarch.proc")
 PROC_AGENT: Final = 1
 """Actor number of every process's agent, which answers for the process itself."""
 
-_UNBORN_LIMIT_S: Final = 30.0
 
 
 class Sink(Protocol):
@@ -74,6 +73,8 @@ class Proc:
         self.in_own_process = in_own_process
         self.cleanup_timeout_s = 3.0
         self.release_timeout_s = 10.0
+        self.unborn_limit_s = 30.0
+        self.message_ttl = MESSAGE_TTL
         self.on_proc_gone: list[Callable[[int, Down], None]] = []
         self.run_actor: Callable[[str, Callable[[], None]], None] = _run_on_thread
         self.on_unborn: Callable[[int], None] = lambda number: None
@@ -103,6 +104,7 @@ class Proc:
 
     def send(self, envelope: Envelope, proc: ProcId | None, *, may_wait: bool = True) -> None:
         """Put a message on its way; one that cannot be delivered comes back as a bounce, also from here."""
+        envelope.ttl = self.message_ttl
         if envelope.dst_proc == self.key:
             self.deliver(envelope)
             return
@@ -175,7 +177,7 @@ class Proc:
                     held.append(envelope)
                     if len(held) == 1:
                         number = envelope.dst_actor
-                        self.gateway.call_later(_UNBORN_LIMIT_S, lambda: self._refuse_unborn(number))
+                        self.gateway.call_later(self.unborn_limit_s, lambda: self._refuse_unborn(number))
                     return
             if actor is None:
                 assert down is not None
@@ -194,9 +196,9 @@ class Proc:
 
     def _refuse_unborn(self, number: int) -> None:
         if self.expects(number):
-            self.gateway.call_later(_UNBORN_LIMIT_S, lambda: self._refuse_unborn(number))
+            self.gateway.call_later(self.unborn_limit_s, lambda: self._refuse_unborn(number))
         else:
-            self._bounce_unborn(number, Down("unreachable", f"nobody spawned this actor within {_UNBORN_LIMIT_S:g} s"))
+            self._bounce_unborn(number, Down("unreachable", f"nobody spawned this actor within {self.unborn_limit_s:g} s"))
 
     def _bounce_unborn(self, number: int, down: Down) -> None:
         with self._lock:

@@ -232,14 +232,10 @@ SETTINGS: Final[Mapping[str, Setting]] = {
             "codec_max_frame_length", Int(), 0, "Larger messages, in bytes, are refused at the sender; 0: no limit."
         ),
         Setting(
-            "process_exit_timeout", Duration(), "10s", "How long a process that was told to exit may take until killed."
+            "process_exit_timeout", Duration(), "10s", "How long a process that was told to exit may take before SIGTERM."
         ),
-        Setting("stop_actor_timeout", Duration(), "10s", "How long stopping an actor may take."),
+        Setting("stop_actor_timeout", Duration(), "10s", "How long an actor that is stopped may take before its `stop()` fails."),
         Setting("cleanup_timeout", Duration(), "3s", "How long `__cleanup__` of an actor may take."),
-        Setting(
-            "host_spawn_ready_timeout", Duration(), "30s", "How long a host may take to say that its process runs."
-        ),
-        Setting("server_heartbeat_interval", Duration(), "1s", "How often hosts tell each other that they live."),
         Setting(
             "default_transport",
             TransportChoice(),
@@ -251,24 +247,17 @@ SETTINGS: Final[Mapping[str, Setting]] = {
             "mesh_proc_spawn_max_idle",
             Duration(),
             "30s",
-            "Spawning processes fails when none has come up for so long.",
+            "A process that has not come up for so long is killed, and its start has failed.",
             _MESH,
         ),
         Setting(
-            "actor_spawn_max_idle", Duration(), "30s", "Spawning actors fails when none has come up for so long.", _MESH
+            "actor_spawn_max_idle", Duration(), "30s", "How long a message waits for an actor that nobody has spawned yet.", _MESH
         ),
         Setting(
             "mesh_terminate_timeout",
             Duration(),
             "10s",
-            "How long stopping the processes of a mesh may take until they are killed.",
-            _MESH,
-        ),
-        Setting(
-            "mesh_terminate_concurrency",
-            Int(1),
-            16,
-            "How many processes are stopped at a time.",
+            "How long a process may take after SIGTERM before SIGKILL.",
             _MESH,
         ),
         Setting(
@@ -286,7 +275,7 @@ SETTINGS: Final[Mapping[str, Setting]] = {
             _OURS,
         ),
         Setting(
-            "poison_failed_procs", Bool(), False, "After one actor of a process failed, the others refuse calls.", _OURS
+            "poison_failed_procs", Bool(), False, "After an actor failed, no other can be spawned on its process, as in Monarch.", _OURS
         ),
         Setting(
             "send_buffer_bytes", Int(1), 256 << 20, "How much may queue for one peer before its senders wait.", _OURS
@@ -300,8 +289,6 @@ DurationName = Literal[
     "process_exit_timeout",
     "stop_actor_timeout",
     "cleanup_timeout",
-    "host_spawn_ready_timeout",
-    "server_heartbeat_interval",
     "mesh_proc_spawn_max_idle",
     "actor_spawn_max_idle",
     "mesh_terminate_timeout",
@@ -310,7 +297,6 @@ IntName = Literal[
     "message_ack_every_n_messages",
     "message_ttl_default",
     "codec_max_frame_length",
-    "mesh_terminate_concurrency",
     "send_buffer_bytes",
 ]
 BoolName = Literal["mixed_endpoints", "poison_failed_procs"]

@@ -70,6 +70,8 @@ class MeshProc(Proc):
         super().__init__(proc_id, transport, secret, driver=settings.get("link_driver"), limits=limits_from_settings())
         self.cleanup_timeout_s = settings.get("cleanup_timeout")
         self.release_timeout_s = settings.get("process_exit_timeout")
+        self.unborn_limit_s = settings.get("actor_spawn_max_idle")
+        self.message_ttl = settings.get("message_ttl_default")
         self._root = root
         self.books = Books(self)
         self.failed_actors = 0

@@ -195,6 +195,7 @@ class ActorBehavior:
     def _broken(self, envelope: Envelope, spec: EndpointSpec, error: BaseException) -> Down:
         down = self._failed(f"endpoint {spec.name} raised", error)
         if envelope.reply_port:
+            envelope.flags |= Flag.BEGUN
             self.abandon(envelope, down)
         return down
 
@@ -297,6 +298,7 @@ class ActorBehavior:
 
     def release(self, down: Down) -> None:
         for envelope in list(self._owed):
+            envelope.flags |= Flag.BEGUN
             self.abandon(envelope, down)
         self._release(down)
 

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from monarch.core import settings
 from monarch.core.future import Future
 from monarch.core.ids import ProcId
 from monarch.core.monitor import Down
@@ -50,7 +51,7 @@ class OwnedActors:
         self._describe = describe
         self._lock = threading.Lock()
         self._stopping: str | None = None
-        self._stopped: Future[None] = Future._pending(owner.proc_runtime.driver, lambda: f"the stop of {name!r}")
+        self._stopped = self._new_stop()
 
     def member_down(self, rank: int, down: Down) -> bool:
         """A member has ended: note it, and tell the owner unless it was stopped."""
@@ -85,7 +86,23 @@ class OwnedActors:
             runtime = self.owner.proc_runtime
             for proc in left:
                 runtime.tell(proc, "stop_actor", self.number, reason)
+            limit_s = settings.get("stop_actor_timeout")
+            runtime.gateway.call_later(limit_s, lambda: self._give_up(limit_s))
         return self._stopped
+
+    def _give_up(self, limit_s: float) -> None:
+        with self._lock:
+            left = [rank for rank in range(len(self.procs)) if rank not in self.downs]
+        if left:
+            text = f"{self._describe(left[0])} has not stopped within {limit_s:g} s (setting stop_actor_timeout)"
+            others = f", and {len(left) - 1} more" if len(left) > 1 else ""
+            self._stopped._fail(TimeoutError(text + others))
+            with self._lock:
+                self._stopping = None  # it can be tried again
+                self._stopped = self._new_stop()
+
+    def _new_stop(self) -> Future[None]:
+        return Future._pending(self.owner.proc_runtime.driver, lambda: f"the stop of {self.name!r}")
 
 
 class OwnedProcs:

@@ -215,9 +215,9 @@ class Members:
     def call_text(self, rank: int) -> str:
         return f"Actor call {self.describe(rank)}.{self.method} failed."
 
-    def error(self, rank: int, down: Down) -> Exception:
+    def error(self, rank: int, down: Down, begun: bool = False) -> Exception:
         base = self.region.slice()[rank]
-        return call_failed(self.describe(rank), base, self.mesh_name, down, f"{self.mesh_name}.{self.method}")
+        return call_failed(self.describe(rank), base, self.mesh_name, down, f"{self.mesh_name}.{self.method}", begun)
 
     def pending_text(self) -> str:
         return f"the answer of {self.mesh_name}.{self.method}() on {len(self.keys)} actor(s)"
@@ -244,7 +244,7 @@ class OneReply(Generic[R]):
 
     def bounced(self, envelope: Envelope, down: Down) -> None:
         self._runtime.ports.pop(self._number, None)
-        self.future._fail(self._members.error(self._rank, down))
+        self.future._fail(self._members.error(self._rank, down, bool(envelope.flags & Flag.BEGUN)))
 
     def proc_gone(self, key: int, down: Down) -> None:
         if self._members.keys[self._rank] == key:
@@ -296,7 +296,7 @@ class MeshReply(Generic[R]):
         return ValueMesh._lazy(self._members.region.extent, decoders)
 
     def bounced(self, envelope: Envelope, down: Down) -> None:
-        self._fail(envelope.rank, down)
+        self._fail(envelope.rank, down, bool(envelope.flags & Flag.BEGUN))
 
     def proc_gone(self, key: int, down: Down) -> None:
         for rank, each in enumerate(self._members.keys):
@@ -304,9 +304,9 @@ class MeshReply(Generic[R]):
                 self._fail(rank, down)
                 return
 
-    def _fail(self, rank: int, down: Down) -> None:
+    def _fail(self, rank: int, down: Down, begun: bool = False) -> None:
         self._runtime.ports.pop(self._number, None)
-        self.future._fail(self._members.error(rank, down))
+        self.future._fail(self._members.error(rank, down, begun))
 
 
 def _decoder(envelope: Envelope) -> Callable[[], Any]:
@@ -348,7 +348,7 @@ class StreamReply(Generic[R]):
     def bounced(self, envelope: Envelope, down: Down) -> None:
         future = self._next(envelope.rank)
         if future is not None:
-            future._fail(self._members.error(envelope.rank, down))
+            future._fail(self._members.error(envelope.rank, down, bool(envelope.flags & Flag.BEGUN)))
 
     def proc_gone(self, key: int, down: Down) -> None:
         for rank, each in enumerate(self._members.keys):

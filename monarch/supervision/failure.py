@@ -57,11 +57,17 @@ class MeshFailure:
     __repr__ = __str__
 
 
-def call_failed(member: str, rank: int, mesh_name: str, down: Down, endpoint: str | None) -> SupervisionError:
-    """The error of a call to a member that is gone."""
+def call_failed(
+    member: str, rank: int, mesh_name: str, down: Down, endpoint: str | None, begun: bool = False
+) -> SupervisionError:
+    """The error of a call to a member that is gone. `begun`: the member was serving it when it ended."""
+    if down.kind in ("exited", "killed", "unreachable"):
+        fate = "Whether the call had run is not known."
+    else:
+        fate = "The call had begun." if begun else "The call was not served."
     if down.stopped:
-        text = f"Supervision event: actor {member} has status: stopped ({down.reason})"
+        text = f"Supervision event: actor {member} has status: stopped ({down.reason}). {fate}"
         return SupervisionError(text, endpoint)
     failure = MeshFailure(mesh_name, [rank], member, down)
-    text = f"The actor {member} and all its descendants have failed: {failure.report()}"
+    text = f"The actor {member} and all its descendants have failed. {fate} {failure.report()}"
     return SupervisionError(text, endpoint, failure)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
 import threading
 import time
@@ -292,7 +293,7 @@ def test_a_gateway_relays_and_bounces_what_it_cannot(net: Net) -> None:
     number, at_b = net.port(b)
     answer, waiting = net.port(a)
     relay.gateway.connect(b.proc_id)
-    _send_via(a, relay, value(a, b, number, b"relayed", answer))
+    _send_via(a, relay, value(a, b, number, b"relayed"))
     until(lambda: at_b.got == [b"relayed"])
     assert b.key not in a.gateway.peers
     unknown = value(a, b, number, b"unknown", answer)
@@ -551,8 +552,6 @@ def test_a_monitor_of_a_remote_actor_hears_of_its_process(net: Net) -> None:
 
 
 def test_a_descriptor_of_the_user_is_polled_until_it_is_removed(quick_net: Net) -> None:
-    import os
-
     a = quick_net.proc("a")
     read_fd, write_fd = os.pipe()
     got = Collector()

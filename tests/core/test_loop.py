@@ -341,6 +341,18 @@ def test_a_loop_has_no_descriptors_until_the_user_registers_one() -> None:
     assert _descriptors() == before
 
 
+@pytest.mark.parametrize("descriptor", [False, True])
+def test_a_timer_that_is_set_while_a_message_is_dispatched_fires(loop: ActorLoop, descriptor: bool) -> None:
+    left, right = socket.socketpair()
+    with left, right:
+        if descriptor:
+            loop.add_reader(left, lambda: None)
+        task, at_once = _start_in_turn(loop, lambda: asyncio.sleep(0.01, "slept"))
+        assert not at_once and task.result() == "slept"
+        if descriptor:
+            loop.remove_reader(left)
+
+
 def test_timers_fire_when_they_are_due_and_not_before(loop: ActorLoop) -> None:
     async def wait() -> float:
         start_s = loop.time()

@@ -36,13 +36,10 @@ def test_the_defaults_are_those_of_the_table(table):
         "process_exit_timeout": "10s",
         "stop_actor_timeout": "10s",
         "cleanup_timeout": "3s",
-        "host_spawn_ready_timeout": "30s",
-        "server_heartbeat_interval": "1s",
         "default_transport": "auto",
         "mesh_proc_spawn_max_idle": "30s",
         "actor_spawn_max_idle": "30s",
         "mesh_terminate_timeout": "10s",
-        "mesh_terminate_concurrency": 16,
         "link_driver": "caller",
         "mixed_endpoints": True,
         "poison_failed_procs": False,
@@ -192,9 +189,9 @@ def test_transports_that_we_lack_say_why(name):
 def test_the_stronger_layer_wins(table, environ):
     environ["HYPERACTOR_MESSAGE_TTL_DEFAULT"] = "5"
 
-    table.configure({"message_ttl_default": 2, "message_ack_every_n_messages": 2, "mesh_terminate_concurrency": 2})
+    table.configure({"message_ttl_default": 2, "message_ack_every_n_messages": 2, "send_buffer_bytes": 2})
     table.install({"message_ttl_default": 3, "message_ack_every_n_messages": 3})
-    assert table.get("mesh_terminate_concurrency") == 2
+    assert table.get("send_buffer_bytes") == 2
     assert table.get("message_ack_every_n_messages") == 3
     assert table.get("message_ttl_default") == 5
     with table.overridden(message_ttl_default=7) as config:
@@ -280,7 +277,7 @@ def test_what_merged_and_runtime_give_away_is_a_copy(table):
 
 
 def test_threads_that_configure_at_once_lose_nothing(table):
-    names = ["message_ttl_default", "message_ack_every_n_messages", "mesh_terminate_concurrency", "send_buffer_bytes"]
+    names = ["message_ttl_default", "message_ack_every_n_messages", "codec_max_frame_length", "send_buffer_bytes"]
     barrier = threading.Barrier(len(names))
 
     def work(name):

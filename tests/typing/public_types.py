@@ -6,7 +6,7 @@ as unused.
 
 from __future__ import annotations
 
-from typing import assert_type
+from typing import assert_type, reveal_type
 
 from monarch.actor import (
     Accumulator,

@@ -413,6 +413,11 @@ class Gateway:
         except ProtocolError as error:
             log.error("peer.protocol_error", peer=str(peer.proc.uid), error=str(error))
             self._lost(peer, link, error)
+        except BaseException as error:
+            # A KeyboardInterrupt in the thread that leads. What was read and is not taken in yet comes again on a new
+            # link; the one message that was being delivered may be lost.
+            self._lost(peer, link, RuntimeError(f"interrupted: {error!r}"))
+            raise
 
     def _take(self, peer: Peer, link: Link, frames: Sequence[Frame]) -> None:
         if not frames:

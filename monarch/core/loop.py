@@ -147,10 +147,10 @@ class ActorLoop(asyncio.SelectorEventLoop):
             return handle
         return super().call_soon(callback, *args, context=context)
 
-    def call_at(
+    def call_at(  # type: ignore[override]
         self, when: float, callback: Any, *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.TimerHandle:
-        # A message that is dispatched inside `select` may set a timer, which asyncio would look at in its next turn only.
+        # A message that is dispatched inside `select` may set a timer: asyncio would look at it in its next turn only.
         selector = self._mailbox_selector
         if selector.deadline_s is None or when < selector.deadline_s:
             selector.deadline_s = when

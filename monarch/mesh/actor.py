@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import types
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
 
 from attrs import define
@@ -29,6 +31,20 @@ class _MeshOnly:
         raise NotImplementedError(
             f"{self._name!r} belongs to meshes of actors; inside the actor, use context().actor_instance"
         )
+
+
+class MeshMethod:
+    """A method that also works on a mesh of the class, where it runs at the caller: `self` is the mesh then."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        functools.update_wrapper(self, function)
+
+    def bound(self, target: Any) -> Any:
+        return types.MethodType(self._function, target)
+
+    def __get__(self, instance: object | None, owner: type) -> Any:
+        return self if instance is None else self.bound(instance)
 
 
 class Actor:

@@ -18,7 +18,7 @@ from monarch.core.envelope import Envelope, Flag, Kind
 from monarch.core.future import Future
 from monarch.core.ids import ProcId
 from monarch.errors import MonarchError, SupervisionError
-from monarch.mesh.actor import ActorClass, class_of
+from monarch.mesh.actor import ActorClass, MeshMethod, class_of
 from monarch.mesh.context import context
 from monarch.mesh.dispatch import READY
 from monarch.mesh.endpoint import Endpoint, PlainMethod, describe_call
@@ -83,6 +83,8 @@ class ActorMesh(MeshView, Generic[A]):
             self.__dict__[name] = found
             return found
         method = inspect.getattr_static(known.cls, name, None)
+        if isinstance(method, MeshMethod):
+            return method.bound(self)
         if callable(method):
             return PlainMethod(self, name, method)
         raise AttributeError(
@@ -150,7 +152,9 @@ class ActorMesh(MeshView, Generic[A]):
 
         return Members([key for key, _ in self._targets], describe, name, method, self._region)
 
-    def _cast(self, sender: Spawner, parts: list[Any], reply_port: int, only: int | None = None) -> None:
+    def _cast(
+        self, sender: Spawner, parts: list[Any], reply_port: int, only: int | None = None, *, may_wait: bool = True
+    ) -> None:
         """Send a CALL to every member, or `only` to the one at that position. The sender's order per member is given
         here, before anything is sent."""
         runtime = sender.proc_runtime
@@ -165,9 +169,8 @@ class ActorMesh(MeshView, Generic[A]):
                 if local > 1:
                     each = [parts[0], *codec.private_parts(parts[1:])]
             seq = sender.next_seq(key, number)
-            runtime.send(
-                Envelope(Kind.CALL, key, number, 0, own, source, each, Flag.SEQUENCED, rank, seq, reply_port), proc
-            )
+            call = Envelope(Kind.CALL, key, number, 0, own, source, each, Flag.SEQUENCED, rank, seq, reply_port)
+            runtime.send(call, proc, may_wait=may_wait)
 
     # ---- references
 

@@ -27,6 +27,7 @@ from monarch.mesh.context import ActorInstance, CreatorInstance, Spawner
 from monarch.mesh.dispatch import ActorBehavior
 from monarch.mesh.ownership import Books
 from monarch.mesh.shape import Point
+from monarch.mesh.supervised import ChildBook
 from monarch.transports.base import Transport
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class MeshProc(Proc):
     Attributes:
         root: the process of the client that all this belongs to.
         books: the meshes owned by actors of this process.
+        children: supervisors of this process, and the supervised children that it calls.
         on_idle_end: called once all actors have been stopped by "stop_all"; the process is to end then.
         failed_actors: how many actors ended by a failure.
     """
@@ -74,6 +76,7 @@ class MeshProc(Proc):
         self.message_ttl = settings.get("message_ttl_default")
         self._root = root
         self.books = Books(self)
+        self.children = ChildBook(self)
         self.failed_actors = 0
         self.last_failure: Down | None = None
         self.on_end: Callable[[], None] = lambda: None
@@ -210,6 +213,8 @@ class MeshProc(Proc):
 
 def release_owned(owner: Spawner, down: Down) -> None:
     """Stop what `owner` owns, the youngest first, and wait for it, bounded."""
+    if owner.on_release is not None:
+        owner.on_release(down)
     runtime = owner.proc_runtime
     owned = list(reversed(owner.owned.values()))
     stops = [each.stop(f"its owner ended: {down.reason}") for each in owned]

@@ -65,6 +65,7 @@ class Spawner(Sender):
         self.name, self.class_name, self.rank = name, class_name, rank
         self.proc_mesh, self.creator = proc_mesh, creator
         self.owned: dict[int, Owned] = {}
+        self.on_release: Callable[[Down], None] | None = None  # stops what has an order of its own; blocks, bounded
 
     @property
     def proc_id(self) -> ProcId:

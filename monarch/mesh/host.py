@@ -228,8 +228,9 @@ class HostAgent:
             answered[0] = True
             runtime.answer(envelope, "up")
 
-    def _on_stop_procs(self, envelope: Envelope, keys: list[int], reason: str) -> None:
-        self.stop(keys, reason, settings.get("process_exit_timeout"), lambda: self._runtime.answer(envelope, "stopped"))
+    def _on_stop_procs(self, envelope: Envelope, keys: list[int], reason: str, grace_s: float | None = None) -> None:
+        limit_s = settings.get("process_exit_timeout") if grace_s is None else grace_s
+        self.stop(keys, reason, limit_s, lambda: self._runtime.answer(envelope, "stopped"))
 
     def stop(self, keys: list[int], reason: str, grace_s: float, then: Callable[[], None]) -> None:
         """Ask processes to end, insist after `grace_s`, and call `then` when all are gone. Does not block."""

@@ -123,15 +123,16 @@ class OwnedProcs:
         self.owner.supervise(MeshFailure(self.name, [rank], f"process {self.name}[{rank}]", down))
         return True
 
-    def stop(self, reason: str) -> Future[None]:
-        """Stop the actors, then the processes; resolves when all are gone."""
+    def stop(self, reason: str, grace_s: float | None = None) -> Future[None]:
+        """Stop the actors, then the processes; resolves when all are gone. After `grace_s` they are signalled."""
         if self.stopping is None:
             self.stopping = reason
             for hook in self.on_stop:
                 hook()
         runtime = self.owner.proc_runtime
         asked = [
-            runtime.request(host, "stop_procs", [p.key for p in procs], reason) for host, procs in self.hosts.items()
+            runtime.request(host, "stop_procs", [p.key for p in procs], reason, grace_s)
+            for host, procs in self.hosts.items()
         ]
         return joined(runtime, asked, self._forget)
 

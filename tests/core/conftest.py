@@ -11,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from net import Net, until  # noqa: E402
+from net import Net, until
 
 
 @pytest.fixture(params=["inproc-caller", "inproc-thread", "ipc-caller", "ipc-thread"])

@@ -108,7 +108,7 @@ def test_a_wait_ends_with_its_time(driver: CallerDriver | ThreadDriver) -> None:
     assert 0.019 <= time.monotonic() - start_s < _LIMIT_S
 
 
-def test_an_answer_that_comes_through_the_links_ends_the_wait(driver: CallerDriver | ThreadDriver, links: Links) -> None:
+def test_an_answer_through_the_links_ends_the_wait(driver: CallerDriver | ThreadDriver, links: Links) -> None:
     for _ in range(200):
         signal = Signal()
         links.post(signal.notify)

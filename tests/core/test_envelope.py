@@ -44,7 +44,8 @@ def test_what_is_no_head_is_refused(frame: list[bytes]) -> None:
 
 
 def _call() -> Envelope:
-    return Envelope(Kind.CALL, 1, 2, 0, 3, 4, [b"call"], Flag.SEQUENCED | Flag.SILENT, rank=7, seq=8, reply_port=9, ttl=5)
+    flags = Flag.SEQUENCED | Flag.SILENT
+    return Envelope(Kind.CALL, 1, 2, 0, 3, 4, [b"call"], flags, rank=7, seq=8, reply_port=9, ttl=5)
 
 
 def test_a_reply_goes_to_the_reply_port_of_the_sender_and_says_who_replies() -> None:

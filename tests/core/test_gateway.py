@@ -15,6 +15,7 @@ from attrs import evolve
 from net import LIMIT_S, SECRET, Collector, Net, cut, descriptors, peer, send, until, value
 
 from monarch.core import gateway as gateway_module
+from monarch.core.driver import Signal
 from monarch.core.envelope import Envelope, Kind
 from monarch.core.future import Future
 from monarch.core.gateway import State
@@ -210,13 +211,13 @@ def test_close_delivers_what_was_sent_before_it_and_says_goodbye(net: Net) -> No
         b.monitors.watch((a.key, 0), heard.append)
         if not count:
             send(a, b, number, b"x/0")
-            until(lambda: at_b.got)  # noqa: B023
+            until(lambda: at_b.got)
         for n in range(count):
             send(a, b, number, b"x/%d" % n)  # the link is still to be dialed
         start_s = time.monotonic()
         a.close(5.0)
         assert time.monotonic() - start_s < 3.0
-        until(lambda: heard and len(at_b.got) == max(count, 1))  # noqa: B023
+        until(lambda: heard and len(at_b.got) == max(count, 1))
         assert _numbers(at_b.got, b"x") == list(range(max(count, 1)))
         assert heard[0].stopped, heard
 
@@ -384,7 +385,7 @@ def test_a_close_while_dialing_leaves_no_thread_and_no_link(net: Net) -> None:
         number, _ = net.port(b)
         send(a, b, number, b"x")
         a.close(0.0)
-        until(lambda: not a.gateway._links)  # noqa: B023
+        until(lambda: not a.gateway._links)
 
 
 # ---- strangers
@@ -483,6 +484,35 @@ def test_a_sink_that_raises_does_not_cost_the_messages_behind(net: Net, caplog: 
         until(lambda: len(at_b.got) == 15)
 
     assert "message.failed" in caplog.text and peer(b, a).breaks == 0
+
+
+def test_an_interrupt_of_the_thread_that_leads_costs_at_most_the_message_in_its_hands(quick_net: Net) -> None:
+    a, b = quick_net.proc("a"), quick_net.proc("b")
+    number, at_b = quick_net.port(b)
+    send(a, b, number, b"x/0")
+    until(lambda: at_b.got)
+    take, waiting = at_b.deliver, Signal()
+    me, interrupted = threading.get_ident(), []
+
+    def deliver(envelope: Envelope) -> None:
+        if threading.get_ident() == me and not interrupted:
+            interrupted.append(int(bytes(envelope.parts[0])[2:]))
+            raise KeyboardInterrupt
+        take(envelope)
+
+    at_b.deliver = deliver  # type: ignore[method-assign]
+
+    def talk() -> None:
+        until(lambda: waiting.wake is not None)  # the main thread leads
+        for n in range(1, 20):
+            send(a, b, number, b"x/%d" % n)
+
+    sender = _threads(talk)
+    with pytest.raises(KeyboardInterrupt):
+        b.driver.wait(waiting, LIMIT_S)
+    _join(sender)
+    until(lambda: len(at_b.got) == 19)
+    assert _numbers(at_b.got, b"x") == [n for n in range(20) if n not in interrupted]
 
 
 def test_a_timer_that_raises_does_not_cost_the_others(net: Net, caplog: pytest.LogCaptureFixture) -> None:

@@ -561,3 +561,27 @@ class Unloadable:
 
 def _refuse() -> None:
     raise LookupError("cannot be unpickled")
+
+
+class Sender(Actor):
+    """Sends to others, and hears of what came back."""
+
+    def __init__(self, port: Port[Any]) -> None:
+        self.port = port
+
+    @endpoint
+    def note_to(self, other: Any, value: Any) -> None:
+        other.note.broadcast(value)
+
+    @endpoint
+    def from_a_thread(self, other: Any, value: Any) -> Any:
+        """A thread that the user started has no actor: it speaks for the process."""
+        got: list[Any] = []
+        thread = threading.Thread(target=lambda: got.append(other.echo.call_one(value).get(10)))
+        thread.start()
+        thread.join(10)
+        return got
+
+    def _handle_undeliverable_message(self, message: Any) -> bool:
+        self.port.send(message.error_msg())
+        return True

@@ -29,7 +29,14 @@ class Timer:
         assert time.monotonic() - self._began_s < SOON_S
 
 
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
+@pytest.mark.parametrize(
+    "signum",
+    [
+        signal.SIGKILL,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(signal.SIGSEGV, marks=pytest.mark.slow),
+    ],
+)
 def test_calls_to_a_killed_process_fail_soon_and_say_why(real_client: TestClient, channel: Any, signum: int) -> None:
     port, receiver = channel
     workers = this_host().spawn_procs({"gpus": 3}).spawn("workers", Worker)
@@ -52,9 +59,10 @@ def test_calls_to_a_killed_process_fail_soon_and_say_why(real_client: TestClient
     assert list(workers.slice(gpus=slice(0, 3, 2)).echo.call(1).get(10).values()) == [1, 1]
 
 
-@pytest.mark.parametrize("code", [0, 1, 42])
+@pytest.mark.parametrize("code", [0, 42, pytest.param(1, marks=pytest.mark.slow)])
 def test_calls_to_a_process_that_exits_fail_with_the_code(real_client: TestClient, code: int) -> None:
     workers = this_host().spawn_procs({"gpus": 2}).spawn("workers", Worker)
+    workers.echo.call(1).get(10)
 
     with Timer(), pytest.raises(SupervisionError) as caught:
         workers.slice(gpus=0).exit_process.call_one(code).get(5)

@@ -23,7 +23,7 @@ from monarch.actor import (
     endpoint,
     send,
 )
-from tests.mesh.actors import AsyncWorker, Names, Ticker, Worker
+from tests.mesh.actors import AsyncWorker, Names, Sender, Ticker, Worker
 from tests.mesh.conftest import Shared
 
 Spawn = Callable[..., Any]
@@ -278,6 +278,12 @@ def test_tasks_and_threads_of_an_endpoint_see_the_actors_context(spawn: Spawn) -
         assert seen == ("w", dict(point))
     for point, seen in workers.rank_in_thread.call().get(10).items():
         assert seen == ("w", dict(point))
+
+
+def test_a_thread_of_an_actor_may_call_others(spawn: Spawn, shared: Shared, channel: Any) -> None:
+    sender, other = spawn(Sender, channel[0], on=one(shared)), spawn(Worker, on=shared.procs.slice(hosts=0, gpus=0))
+
+    assert sender.from_a_thread.call_one(other, 5).get(10) == [5]
 
 
 def test_a_task_made_in_the_constructor_goes_on_between_messages(spawn: Spawn, shared: Shared) -> None:

@@ -291,3 +291,20 @@ def test_a_constructor_that_raises_fails_pending_and_later_calls(
     with pytest.raises(RuntimeError, match=r"error spawning actor mesh.*no such thing"):
         actors.initialized.get(10)
     silent("no such thing")
+
+
+def test_a_message_that_comes_back_is_told_to_its_sender(
+    spawn: Spawn, alone: Any, channel: Any, silent: Callable[[str], Any]
+) -> None:
+    from tests.mesh.actors import Sender
+
+    port, receiver = channel
+    sender, worker = spawn(Sender, port, on=alone), spawn(Worker, on=alone, name="gone")
+    worker.fail.broadcast("on purpose")
+    with pytest.raises(SupervisionError):
+        worker.echo.call_one(1).get(10)
+
+    sender.note_to.broadcast(worker, 1)
+
+    assert "on purpose" in receiver.recv().get(10)
+    silent("on purpose")

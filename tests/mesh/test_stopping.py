@@ -250,3 +250,24 @@ def test_waiting_threads_hear_of_a_stop(client: TestClient, channel: Any) -> Non
 
     assert got == ["released"]
     stopping.get(10)
+
+
+def test_a_stop_that_an_endpoint_holds_up_fails_at_its_limit_and_can_be_tried_again(channel_in_time: Any) -> None:
+    port, receiver = channel_in_time
+    worker = this_host().spawn_procs().spawn("busy", Worker)
+    held = worker.hold.call_one(port)
+    release = receiver.recv().get(10)
+
+    with pytest.raises(TimeoutError, match=r"Worker busy has not stopped within 0\.1"):
+        worker.stop().get(10)
+    again = worker.stop()
+    release.send("late")
+
+    assert held.get(10) == "late"
+    again.get(10)
+
+
+@pytest.fixture(params=["inproc", "ipc"])
+def channel_in_time(request: pytest.FixtureRequest) -> Any:
+    with fresh_client(request.param, stop_actor_timeout="100ms"):
+        yield Channel[Any].open()

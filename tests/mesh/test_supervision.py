@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 import monarch.actor
 from monarch.actor import ActorMesh, MeshFailure, SupervisionError, this_host
-from monarch.testing import Recorder, TestClient
+from monarch.testing import Recorder, TestClient, wait_until_gone
 from tests.mesh.actors import AsyncParent, Parent, Unsupervised, Worker
 
 
@@ -190,3 +191,35 @@ def test_a_hook_that_raises_ends_the_program_and_is_called_once() -> None:
     assert done.returncode == 1
     assert done.stdout.count("hook\n") == 1
     assert "in the hook" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["inproc", "ipc", "tcp"])
+@pytest.mark.parametrize("driver", ["caller", "thread"])
+def test_ctrl_c_interrupts_a_get_and_ends_everything(transport: str, driver: str) -> None:
+    program = (
+        "from monarch.actor import Channel, this_host\nfrom tests.mesh.actors import Worker\n"
+        "worker = this_host().spawn_procs().spawn('worker', Worker)\n"
+        "port, receiver = Channel.open()\n"
+        "pid = worker.pid.call_one().get(10)\n"
+        "pending = worker.hold.call_one(port)\nrelease = receiver.recv().get(10)\n"
+        "try:\n    print(pid, flush=True)\n    pending.get()\n"
+        "except KeyboardInterrupt:\n    release.send('go'); print('interrupted', pending.get(10), flush=True)\n"
+    )
+    environ = {
+        "MONARCH_TRANSPORT": transport,
+        "MONARCH_LINK_DRIVER": driver,
+        "PATH": "/usr/bin:/bin",
+        "PYTHONPATH": ":".join(filter(None, sys.path)),
+    }
+    done = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ
+    )
+    assert done.stdout is not None
+    pid = int(done.stdout.readline())
+    done.send_signal(signal.SIGINT)
+    out, err = done.communicate(timeout=20)
+
+    assert (done.returncode, out, err) == (0, "interrupted go\n", "")
+    if pid != done.pid:
+        wait_until_gone(pid)

@@ -42,6 +42,8 @@ class Flag:
     """Do not report it when this message bounces."""
     BEGUN: Final = 16
     """The actor was serving this message when it ended."""
+    SKIP: Final = 32
+    """Stands for a number of its sender's that no message will have."""
     SEQUENCED: Final = 8
     """`seq` counts this sender's messages to this actor; the receiver restores that order."""
 

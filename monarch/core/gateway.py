@@ -414,8 +414,8 @@ class Gateway:
             log.error("peer.protocol_error", peer=str(peer.proc.uid), error=str(error))
             self._lost(peer, link, error)
         except BaseException as error:
-            # A KeyboardInterrupt in the thread that leads. What was read and is not taken in yet comes again on a new
-            # link; the one message that was being delivered may be lost.
+            # A KeyboardInterrupt in the thread that leads. What was read and is not taken in yet, the message that was
+            # being delivered included, comes again on a new link; whoever has it by then knows it by its number.
             self._lost(peer, link, RuntimeError(f"interrupted: {error!r}"))
             raise
 
@@ -425,17 +425,23 @@ class Gateway:
         now_s = time.monotonic()
         peer.burst = 0
         session = peer.session
-        for frame in frames:
-            inner = session.accept(frame, now_s)
-            if inner is not None:
-                envelope = parse(inner)
-                try:
-                    self._route(envelope)
-                except Exception:  # a bug above must not cost the messages behind this one
-                    log.exception("message.failed", proc=str(self.proc.uid), kind=envelope.kind)
-            elif frame_type(frame) == FrameType.GOODBYE:
-                peer.said_goodbye = True
-                self._acknowledge(peer)
+        received = session.received
+        try:
+            for frame in frames:
+                received = session.received
+                inner = session.accept(frame, now_s)
+                if inner is not None:
+                    envelope = parse(inner)
+                    try:
+                        self._route(envelope)
+                    except Exception:  # a bug above must not cost the messages behind this one
+                        log.exception("message.failed", proc=str(self.proc.uid), kind=envelope.kind)
+                elif frame_type(frame) == FrameType.GOODBYE:
+                    peer.said_goodbye = True
+                    self._acknowledge(peer)
+        except BaseException:
+            session.received = received  # an interrupt: this frame comes again on the next link
+            raise
         if session.ack_due(now_s):
             self._acknowledge(peer)
         elif session.next_deadline_s() is not None:

@@ -38,14 +38,17 @@ class Mailbox:
                 sender = (envelope.src_proc, envelope.src_actor)
                 expected = self._expected.get(sender, 0)
                 if envelope.seq != expected:
-                    self._waiting.setdefault(sender, {})[envelope.seq] = envelope
+                    if envelope.seq > expected:  # else it is here already
+                        self._waiting.setdefault(sender, {})[envelope.seq] = envelope
                     return None
-                self._calls.append(envelope)
+                if not envelope.flags & Flag.SKIP:
+                    self._calls.append(envelope)
                 expected += 1
                 waiting = self._waiting.get(sender)
                 if waiting:
                     while (late := waiting.pop(expected, None)) is not None:
-                        self._calls.append(late)
+                        if not late.flags & Flag.SKIP:
+                            self._calls.append(late)
                         expected += 1
                     if not waiting:
                         del self._waiting[sender]

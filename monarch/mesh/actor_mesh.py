@@ -170,7 +170,13 @@ class ActorMesh(MeshView, Generic[A]):
                     each = [parts[0], *codec.private_parts(parts[1:])]
             seq = sender.next_seq(key, number)
             call = Envelope(Kind.CALL, key, number, 0, own, source, each, Flag.SEQUENCED, rank, seq, reply_port)
-            runtime.send(call, proc, may_wait=may_wait)
+            try:
+                runtime.send(call, proc, may_wait=may_wait)
+            except BaseException:
+                # An interrupt, perhaps before the message was on its way: later ones must not wait for its number.
+                flags = Flag.SEQUENCED | Flag.SKIP | Flag.SILENT
+                runtime.send(Envelope(Kind.CALL, key, number, 0, own, source, [], flags, rank, seq), proc)
+                raise
 
     # ---- references
 

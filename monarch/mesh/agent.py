@@ -81,6 +81,7 @@ class MeshProc(Proc):
         self.last_failure: Down | None = None
         self.on_end: Callable[[], None] = lambda: None
         self._gate: list[Envelope] | None = None
+        self._unprepared: Down | None = None  # the bootstrap function failed: no actor of others is made any more
         self._gate_lock = threading.RLock()  # the setup actor's thread opens, the driving thread adds
         self._stopping_all = False
         self._end_lock = threading.Lock()
@@ -105,8 +106,9 @@ class MeshProc(Proc):
         self._gate = []
 
     def open_gate(self, down: Down | None) -> None:
-        """The bootstrap function is through; with `down` it failed, and so do the actors that waited."""
+        """The bootstrap function is through; with `down` it failed, and so do the actors that waited or come later."""
         with self._gate_lock:
+            self._unprepared = down
             held, self._gate = self._gate or [], None
             for envelope in held:
                 self._make(envelope, down)
@@ -121,7 +123,8 @@ class MeshProc(Proc):
                 if not info.opens_gate:
                     self._gate.append(envelope)
                     return
-        self._make(envelope, None)
+            down = self._unprepared if envelope.src_proc != self.key else None
+        self._make(envelope, down)
 
     def _make(self, envelope: Envelope, down: Down | None) -> None:
         info: SpawnInfo = codec.decode(envelope.parts[:1])

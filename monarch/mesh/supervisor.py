@@ -322,7 +322,7 @@ class _Shell:
     def _told_of(self, incarnation: _Incarnation, rank: int, down: Down) -> Down:
         mesh = incarnation.mesh
         member = describe_member(mesh._class_name, mesh._name, mesh._whole, rank)
-        log.warning("child.failed", supervisor=self._instance.name, child=incarnation.child.name, reason=down.reason)
+        log.info("child.failed", supervisor=self._instance.name, child=incarnation.child.name, reason=down.reason)
         return Down(
             down.kind,
             f"{member}: {down.reason}",
@@ -388,7 +388,7 @@ class _Shell:
         text = f"{self._instance.member} gave up on its child {action.name!r}: {action.reason}"
         cause = self._last.get(action.name)
         down = Down("failed", text, pid, host)
-        log.error("supervisor.gave_up", supervisor=self._instance.name, child=action.name, reason=action.reason)
+        log.info("supervisor.gave_up", supervisor=self._instance.name, child=action.name, reason=action.reason)
         self._instance.request_failure(down.because(cause) if cause is not None else down)
 
     # ---- the end

@@ -141,3 +141,22 @@ def test_puts_that_race_with_a_close_are_either_refused_or_drained() -> None:
         for thread in threads:
             thread.join(10)
         assert len(drained) == sum(accepted) and mailbox.drain() == []
+
+
+def test_a_number_that_no_message_will_have_holds_nobody_up() -> None:
+    mailbox = Mailbox(Signal())
+    late = _message(1, seq=2)
+    assert mailbox.put(late) is None
+    assert mailbox.put(_message(1, seq=0)) is None
+    skip = _message(1, seq=1)
+    skip.flags |= Flag.SKIP
+    assert mailbox.put(skip) is None
+    assert [mailbox.take(), mailbox.take()][1] is late
+    assert mailbox.take() is None
+
+
+def test_a_message_that_comes_again_is_dropped() -> None:
+    mailbox = Mailbox(Signal())
+    mailbox.put(_message(1, seq=0))
+    mailbox.put(_message(1, seq=0))
+    assert len(mailbox) == 1 and not mailbox._waiting

@@ -162,6 +162,10 @@ def test_a_bootstrap_function_that_raises_fails_the_start_and_what_was_spawned(c
         pending.get(10)
     ranks = sorted(client.expect_fault("no licence").crashed_ranks[0] for _ in range(2))
     assert ranks == [0, 1]
+    late = procs.slice(gpus=0).spawn("late", Worker)
+    with pytest.raises(SupervisionError, match="no licence"):
+        late.echo.call_one(1).get(10)
+    client.expect_fault("no licence")
     procs.stop().get(10)
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from random import Random
 from typing import Any
 
 import pytest
@@ -144,6 +148,56 @@ def test_a_death_is_seen_while_the_link_is_held(client: TestClient, procs: Any, 
     with pytest.raises(SupervisionError, match="Killed"):
         pending.get(10)
     client.expect_fault("Killed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_traffic_between_all_survives_any_series_of_faults(client: TestClient, procs: Any, seed: int) -> None:
+    """Four threads call every member, which call each other, while links are held, shuffled, cut and slowed."""
+    workers = procs.spawn("workers", Worker)
+    workers.slice(gpus=0).call_other.call_one(workers.slice(gpus=1), 0).get(10)
+    random, over = Random(seed), threading.Event()
+
+    def traffic(thread: int) -> int:
+        for turn in itertools.count():
+            if over.is_set():
+                return turn
+            there = workers.slice(gpus=thread % 2)
+            relayed = [
+                there.call_other.call_one(workers.slice(gpus=1 - thread % 2), (thread, turn, i)) for i in range(5)
+            ]
+            everywhere = [workers.echo.call((thread, turn)) for _ in range(3)]
+            workers.note.broadcast((thread, turn))
+            assert [each.get(10) for each in relayed] == [(thread, turn, i) for i in range(5)]
+            assert all(list(each.get(10).values()) == [(thread, turn)] * 2 for each in everywhere)
+        raise AssertionError("unreachable")
+
+    with ThreadPoolExecutor(4) as pool:
+        running = [pool.submit(traffic, thread) for thread in range(4)]
+        ends = [this_proc(), procs.slice(gpus=0), procs.slice(gpus=1)]
+        try:
+            for _ in range(300):
+                link = client.faults_between(*random.sample(ends, 2), seed=seed)
+                match random.randrange(4):
+                    case 0:
+                        link.cut()
+                    case 1:
+                        link.hold()
+                        link.reorder()
+                        link.release()
+                    case 2:
+                        link.hold()
+                        link.release(random.randrange(4))
+                    case 3:
+                        link.slow(random.choice([1, 2, None]))
+        finally:
+            over.set()
+        turns = [each.result(30) for each in running]
+
+    for seen in workers.notes.call().get(10).values():
+        for thread in range(4):
+            assert [turn for t, turn in seen if t == thread] == list(range(turns[thread]))
+    assert client.faults.values == []
 
 
 def test_faults_need_a_mesh_of_threads_and_single_processes(client: TestClient, procs: Any) -> None:

@@ -23,9 +23,9 @@ from monarch.core.future import Future
 from monarch.core.ids import ProcId, Uid
 from monarch.core.settings import ChannelTransport
 from monarch.errors import ActorError, MonarchError, SupervisionError
+from monarch.launch.bootstrap import BootstrapCommand, default_bootstrap_cmd
 from monarch.mesh.actor import Actor
 from monarch.mesh.actor_mesh import ActorMesh
-from monarch.mesh.bootstrap import BootstrapCommand, default_bootstrap_cmd
 from monarch.mesh.client import shutdown_context
 from monarch.mesh.context import Context, context, current_actor_name, current_rank, current_size
 from monarch.mesh.controllers import get_or_spawn_controller

@@ -8,12 +8,23 @@ from __future__ import annotations
 import importlib.util
 import os
 
+import hypothesis
 import pytest
 
 _KEPT = {"MONARCH_TRANSPORT"}
 
 for _name in [name for name in os.environ if name.startswith("MONARCH_") and name not in _KEPT]:
     del os.environ[_name]
+
+# A loaded machine must not fail a property for being slow; the same examples each time where nobody looks at a failure.
+hypothesis.settings.register_profile(
+    "monarch",
+    deadline=None,
+    max_examples=50,
+    derandomize="CI" in os.environ,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("monarch")
 
 
 def _missing(marker: str) -> str | None:

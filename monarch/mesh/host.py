@@ -22,10 +22,10 @@ from monarch.core.envelope import Envelope
 from monarch.core.gateway import State
 from monarch.core.ids import ActorId, ProcId
 from monarch.core.monitor import Down
+from monarch.launch.bootstrap import BootstrapCommand
+from monarch.launch.launcher import Exit, Launcher, LaunchSpec
 from monarch.log import get_logger
 from monarch.mesh.agent import MeshProc
-from monarch.mesh.bootstrap import BootstrapCommand
-from monarch.mesh.launcher import Exit, Launcher, LaunchSpec
 
 log = get_logger("monarch.host")
 

@@ -9,8 +9,8 @@ from attrs import evolve
 
 from monarch.core.future import Future
 from monarch.core.ids import ProcId, Uid, new_number
+from monarch.launch.bootstrap import BootstrapCommand, default_bootstrap_cmd
 from monarch.mesh.actor import Actor
-from monarch.mesh.bootstrap import BootstrapCommand, default_bootstrap_cmd
 from monarch.mesh.context import context
 from monarch.mesh.dispatch import settle_result
 from monarch.mesh.endpoint import endpoint

@@ -12,11 +12,11 @@ from collections.abc import Callable
 
 from attrs import define
 
+from monarch.launch.launcher import Exit
 from monarch.mesh.agent import MeshProc
 from monarch.mesh.child import start
 from monarch.mesh.context import ActorInstance
 from monarch.mesh.host import Boot, LaunchRequest
-from monarch.mesh.launcher import Exit
 
 
 @define(eq=False)

@@ -19,7 +19,7 @@ _PUBLIC: Final = {
     "Supervisor": "monarch.mesh.supervisor",
 }
 
-__all__ = ["Child", "ChildStatus", "Restart", "Strategy", "Supervisor"]  # noqa: F822
+__all__ = ["Child", "ChildStatus", "Restart", "Strategy", "Supervisor"]
 
 
 def __getattr__(name: str) -> Any:

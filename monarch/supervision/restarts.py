@@ -235,9 +235,6 @@ class Restarts:
             assert child.phase is not Phase.OVER
             assert not (child.must_stop and child.phase not in (Phase.STARTING, Phase.UP)), child
             assert not (child.leaving and child.phase is Phase.DOWN and not self._given_up), child
-        for batch in {child.batch for child in self._children}:
-            members = [child for child in self._children if child.batch == batch]
-            assert sum(child.phase is Phase.STOPPING for child in members) <= 1
 
     def _find(self, name: str) -> _Child | None:
         return next((child for child in self._children if child.rule.name == name), None)

@@ -7,6 +7,7 @@ which is whole; take it again to disturb that.
 from __future__ import annotations
 
 import threading
+import time
 
 from monarch.core.gateway import Peer, State
 from monarch.core.proc import Proc
@@ -45,19 +46,22 @@ def faults_between(sender: Proc, receiver: Proc, seed: int = 0, timeout_s: float
     """Faults on what `sender` sends to `receiver`. Waits until there is a link between them.
 
     Raises:
+        LookupError: the receiver is gone.
         TypeError: the link is not one within this process.
         TimeoutError: there is none within `timeout_s`.
     """
     peer = sender.gateway.peer(receiver.proc_id)
-    up = threading.Event()
-    sender.gateway.when_settled(peer, up.set)
-    up.wait(timeout_s)
-    link = peer.link
-    if link is None:
-        raise TimeoutError(
-            f"no link from {sender.proc_id.uid} to {receiver.proc_id.uid} within {timeout_s:g} s; it is made when the "
-            "first message is sent"
-        )
+    deadline_s = time.monotonic() + timeout_s
+    while (link := peer.link) is None:
+        if peer.down is not None:
+            raise LookupError(f"process {receiver.proc_id.uid} is gone: {peer.down}")
+        up = threading.Event()
+        sender.gateway.when_settled(peer, up.set)
+        if not up.wait(deadline_s - time.monotonic()):
+            raise TimeoutError(
+                f"no link from {sender.proc_id.uid} to {receiver.proc_id.uid} within {timeout_s:g} s; it is made when "
+                "the first message is sent"
+            )
     if not isinstance(link, InprocLink):
         raise TypeError(f"{link!r} leads out of this process; faults need a mesh over inproc")
     return LinkFaults(peer, link, seed)

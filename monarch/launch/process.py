@@ -7,7 +7,7 @@ from typing import Final
 
 from attrs import define, field
 
-from monarch.mesh.bootstrap import BootstrapCommand
+from monarch.launch.bootstrap import BootstrapCommand
 
 # Read by the dynamic loader, the C library or the interpreter at exec, and never again.
 EXEC_PREFIXES: Final = ("LD_", "DYLD_", "GLIBC_", "MALLOC_", "PYTHON", "LANG", "LC_")

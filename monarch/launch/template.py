@@ -49,11 +49,11 @@ from typing import Final
 
 from attrs import define, field
 
-from monarch.core import linux
-from monarch.mesh.bootstrap import Job
-from monarch.mesh.forked import Birth, become, close_all_but, thread_setter
-from monarch.mesh.tee import Tee
-from monarch.mesh.wire import Lost, Message, Wire, close_all, explain
+from monarch.launch import linux
+from monarch.launch.bootstrap import Job
+from monarch.launch.forked import Birth, become, close_all_but, thread_setter
+from monarch.launch.tee import Tee
+from monarch.launch.wire import Lost, Message, Wire, close_all, explain
 
 SOCKET_FD: Final = 3
 DRIVER_FD: Final = 4
@@ -68,7 +68,7 @@ os.chdir("/")
 import json
 with open({SETUP_FD}) as f: setup = json.load(f)
 sys.path[:] = setup["path"]
-from monarch.mesh.template import main
+from monarch.launch.template import main
 main(setup)
 """
 

@@ -33,12 +33,12 @@ from typing import Any, Final
 
 from attrs import define, evolve, field
 
-from monarch.core import linux
+from monarch.launch import linux
+from monarch.launch.bootstrap import default_bootstrap_cmd, fresh_interpreter_cmd
+from monarch.launch.process import Exit, LaunchSpec, must_exec
+from monarch.launch.template import DRIVER_FD, SETUP_FD, SOCKET_FD, START
+from monarch.launch.wire import Message, Wire, close_all, explain, memory_file
 from monarch.log import get_logger
-from monarch.mesh.bootstrap import default_bootstrap_cmd, fresh_interpreter_cmd
-from monarch.mesh.process import Exit, LaunchSpec, must_exec
-from monarch.mesh.template import DRIVER_FD, SETUP_FD, SOCKET_FD, START
-from monarch.mesh.wire import Message, Wire, close_all, explain, memory_file
 
 __all__ = ["DEFAULT_PRELOAD", "Child", "Exit", "LaunchSpec", "Launcher"]
 

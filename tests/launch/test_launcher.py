@@ -19,11 +19,11 @@ from typing import Any
 
 import pytest
 
-from monarch.core import linux
-from monarch.mesh.bootstrap import BootstrapCommand, default_bootstrap_cmd
-from monarch.mesh.launcher import Child, Launcher
-from monarch.mesh.process import EXEC_PREFIXES, Exit, LaunchSpec
-from monarch.mesh.wire import explain
+from monarch.launch import linux
+from monarch.launch.bootstrap import BootstrapCommand, default_bootstrap_cmd
+from monarch.launch.launcher import Child, Launcher
+from monarch.launch.process import EXEC_PREFIXES, Exit, LaunchSpec
+from monarch.launch.wire import explain
 
 pytestmark = pytest.mark.skipif(not linux.LINUX, reason="process guarding is written for Linux")
 
@@ -570,7 +570,7 @@ def test_what_a_process_started_ends_with_it(bench: Bench, events: Events, how: 
 DRIVER = """
 import os, select, signal, sys
 sys.path.append({code!r})
-from monarch.mesh.launcher import Launcher, LaunchSpec
+from monarch.launch.launcher import Launcher, LaunchSpec
 launcher = Launcher()
 program = {program!r}.encode()
 for i in range(2):
@@ -637,7 +637,7 @@ def test_a_driver_killed_while_the_template_loads_leaves_nothing(
     source = f"""
 import signal, sys
 sys.path += [{str(code_folder)!r}, {str(tmp_path)!r}]
-from monarch.mesh.launcher import Launcher
+from monarch.launch.launcher import Launcher
 Launcher(preload=["slow_module"]).warm()
 signal.pause()
 """
@@ -656,7 +656,7 @@ def test_a_driver_that_falls_off_its_end_is_silent_and_leaves_nothing(code_folde
     source = f"""
 import os, select, sys
 sys.path.append({str(code_folder)!r})
-from monarch.mesh.launcher import Launcher, LaunchSpec
+from monarch.launch.launcher import Launcher, LaunchSpec
 launcher = Launcher()
 code = b"print('up'); import signal; signal.pause()"
 child = launcher.launch(LaunchSpec("x", "launched_code:run", code, dict(os.environ)), print)
@@ -728,8 +728,8 @@ def test_what_a_process_launched_itself_ends_with_it(bench: Bench, events: Event
     child = bench.start(
         f"""
         import os, signal
-        from monarch.mesh.launcher import Launcher
-        from monarch.mesh.process import LaunchSpec
+        from monarch.launch.launcher import Launcher
+        from monarch.launch.process import LaunchSpec
         launcher = Launcher()
         launcher.launch(LaunchSpec("inner", {ENTRY!r}, {inner!r}.encode(), dict(os.environ)), print)
         signal.pause()

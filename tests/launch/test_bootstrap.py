@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from monarch.mesh.bootstrap import FD_VARIABLE, BootstrapCommand, Job, default_bootstrap_cmd, read_job
-from monarch.mesh.process import Exit, must_exec
-from monarch.mesh.wire import memory_file
+from monarch.launch.bootstrap import FD_VARIABLE, BootstrapCommand, Job, default_bootstrap_cmd, read_job
+from monarch.launch.process import Exit, must_exec
+from monarch.launch.wire import memory_file
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,7 +21,7 @@ def test_the_default_command_is_this_interpreter_with_its_options() -> None:
     command = default_bootstrap_cmd()
 
     assert command.program == sys.executable
-    assert command.args[-2:] == ("-m", "monarch.mesh.bootstrap")
+    assert command.args[-2:] == ("-m", "monarch.launch.bootstrap")
     assert command.is_default
 
 

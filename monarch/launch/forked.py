@@ -23,9 +23,9 @@ from typing import Any
 
 from attrs import define
 
-from monarch.core import linux
-from monarch.mesh.bootstrap import FD_VARIABLE, Job
-from monarch.mesh.wire import Message, explain, memory_file
+from monarch.launch import linux
+from monarch.launch.bootstrap import FD_VARIABLE, Job
+from monarch.launch.wire import Message, explain, memory_file
 
 
 @define(frozen=True)

@@ -2,7 +2,7 @@
 
 A `Job` is what the process is for: a function to call with a payload, and what the interpreter should look like before
 any user code is imported (`sys.path`, `sys.argv`, the title in `ps`). A forked process has its job in memory. One that
-was started by a `BootstrapCommand` runs `python -m monarch.mesh.bootstrap`, which reads the job from the descriptor
+was started by a `BootstrapCommand` runs `python -m monarch.launch.bootstrap`, which reads the job from the descriptor
 that `MONARCH_BOOTSTRAP_FD` names: a payload may hold secrets, so it is never in argv, nor in the environment.
 
 Directory, umask, limits, environment and process group are set before this module has its turn (`template`).
@@ -21,10 +21,10 @@ from typing import Any, Final, TextIO
 
 from attrs import define, evolve, field
 
-from monarch.core import linux
+from monarch.launch import linux
 
 FD_VARIABLE: Final = "MONARCH_BOOTSTRAP_FD"
-MODULE: Final = "monarch.mesh.bootstrap"
+MODULE: Final = "monarch.launch.bootstrap"
 
 _SIZE: Final = struct.Struct("!Q")
 
@@ -58,7 +58,7 @@ class BootstrapCommand:
     Attributes:
         program: path of the executable, or a name to look up in the PATH of the new process.
         arg0: what the program sees as its own name; `program` where None.
-        args: its arguments. They must lead to `python -m monarch.mesh.bootstrap`, directly or through a wrapper.
+        args: its arguments. They must lead to `python -m monarch.launch.bootstrap`, directly or through a wrapper.
         env: variables on top of the environment the process gets anyway.
     """
 
@@ -200,7 +200,7 @@ def read_job(fd: int) -> Job:
 
 
 def main() -> None:
-    """Entry of `python -m monarch.mesh.bootstrap`."""
+    """Entry of `python -m monarch.launch.bootstrap`."""
     number = os.environ.pop(FD_VARIABLE, "")
     if not number.isdecimal():
         raise SystemExit(

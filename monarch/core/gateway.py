@@ -1,17 +1,7 @@
 """The broker of a process: it owns the links to other processes, and hands on what arrives.
 
-Theory of operation. Every other process is a `Peer`, which has one `Session` (numbering, resending) and at most one
-link at a time:
-
-```
-            dial, or expect its call          hello of both sides
-    NEW  ─────────────────────────────► ... ─────────────────────► UP ──── link breaks ───► BROKEN
-                                                                    ▲                          │
-                                                                    └───── a new link ─────────┤
-    any ──── evidence of its end, or too long without a link ──────────────────────► GONE ◄────┘
-```
-
-Frames that are given to a peer without a link wait in its session. A peer that is GONE stays so: what was not
+Theory of operation. Every other process is a `Peer`, with the states drawn there; all transitions are made here. Frames
+that are given to a peer without a link wait in its session. A peer that is GONE stays so: what was not
 acknowledged goes back to its senders, and it is never accepted again. Both sides may dial at once; the link that was
 dialed by the one with the smaller key stays.
 
@@ -24,50 +14,34 @@ address where nobody listens any more is the evidence.
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import os
-import select
 import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from enum import Enum
 from typing import Final
 
-from attrs import define, field
+from attrs import define
 
-from monarch.core.driver import Driver, Signal, WakeFd
+from monarch.core.driver import Driver, Signal
 from monarch.core.envelope import Envelope, Kind, parse
 from monarch.core.ids import ProcId
 from monarch.core.monitor import Down
+from monarch.core.peer import Peer, State
+from monarch.core.poller import WRITABLE, Poller
 from monarch.core.protocol import FrameType, Hello, Session, frame_type
 from monarch.core.router import Deliver, Forward, route
 from monarch.errors import LinkClosed, MonarchError, ProtocolError, TransportError
 from monarch.log import get_logger
-from monarch.transports.base import Buffer, Frame, Link, Listener, Transport
+from monarch.transports.base import Frame, Link, Listener, Transport
 
 log = get_logger("monarch.gateway")
 
 _HELLO_LIMIT_S: Final = 10.0
 _GOODBYE_LIMIT_S: Final = 0.25
-# A lone frame leaves at once, from the thread that sends it. One who goes on sending without waiting for anything sends
-# the first `_BURST` so, and then `_SEND_EVERY` together; the rest leaves with the next pump, which an idle side thread
-# makes at once. 1000 calls at a time: over tcp 22 k/s when all go one by one, and 45 k/s so; over ipc 48 and 62 k/s.
-_BURST: Final = 8
-_SEND_EVERY: Final = 32
-_SEND_MOST: Final = 1024
 _REDIAL_FIRST_S: Final = 0.005
 _REDIAL_MOST_S: Final = 0.5
-_LONGEST_POLL_S: Final = 3600.0  # epoll counts milliseconds in an int
-
-
-class State(Enum):
-    NEW = "new"
-    UP = "up"
-    BROKEN = "broken"
-    GONE = "gone"
 
 
 @define(frozen=True)
@@ -78,35 +52,6 @@ class Limits:
     ack_interval_s: float = 0.5
     ack_every_n: int = 1000
     send_buffer_bytes: int = 256 << 20
-
-
-@define(eq=False)
-class Peer:
-    """Another process, as this one sees it."""
-
-    proc: ProcId
-    session: Session
-    state: State = State.NEW
-    link: Link | None = None
-    we_dialed: bool = False
-    address: str = ""
-    pid: int = 0
-    host: str = ""
-    said_goodbye: bool = False
-    connecting: bool = False
-    down: Down | None = None
-    lock: threading.Lock = field(factory=threading.Lock)
-    outbox: deque[tuple[Frame, int]] = field(factory=deque)  # with their sizes in bytes
-    outbox_bytes: int = 0
-    burst: int = 0  # frames sent one by one since the pump last had to do with this peer
-    waiting_for_room: list[Signal] = field(factory=list)
-    waiting_for_state: list[Callable[[], None]] = field(factory=list)
-    breaks: int = 0
-    """How often its link broke."""
-
-    @property
-    def key(self) -> int:
-        return self.proc.key
 
 
 class Gateway:
@@ -136,17 +81,12 @@ class Gateway:
         self._listener: Listener | None = None
         self._lock = threading.Lock()
         self._closed = False
-        self._epoll = select.epoll()
-        self._handlers: dict[int, Callable[[int], None]] = {}
+        self._poller = Poller()
         self._links: dict[Link, int] = {}  # every link that was registered and not dropped yet, and its descriptor
         self._newcomers: dict[Link, Callable[[], None]] = {}  # those whose hello is awaited, and who hears of a refusal
-        self._wake = WakeFd()
-        self._add(self._wake.fileno(), lambda _: self._wake.drain())
-        self._timers: list[tuple[float, int, Callable[[], None]]] = []
-        self._timer_count = itertools.count()
         self._owing_acks: set[Peer] = set()
         self._corked: deque[Peer] = deque()  # those whose outbox the next pump looks at
-        self._acks_due_s = 0.0
+        self.call_later = self._poller.call_later
 
     # ---- starting and ending
 
@@ -155,8 +95,8 @@ class Gateway:
         self._listener = self.transport.listen(url, self._secret)
         if self.proc.keeper is None:
             self.proc = ProcId(self.proc.uid, self._listener.url)
-        self._add(self._listener.fileno(), self._on_listener)
-        self.driver.start(self.pump, self._wake.wake, str(self.proc.uid))
+        self._poller.register(self._listener.fileno(), self._on_listener)
+        self.driver.start(self.pump, self._poller.wake, str(self.proc.uid))
         return self.proc
 
     @property
@@ -175,14 +115,14 @@ class Gateway:
         def settled() -> bool:
             left = False
             for peer in list(self.peers.values()):
-                with peer.lock:
-                    if peer.link is None:
-                        left = left or bool(peer.session.unacked and peer.connecting and not peer.said_goodbye)
-                        continue
-                    if peer.link not in told:
-                        told.add(peer.link)
-                        self._send_now(peer, peer.session.control(FrameType.GOODBYE))
-                    left = left or bool(peer.session.unacked or peer.outbox)
+                link = peer.link
+                if link is None:
+                    left = left or bool(peer.session.unacked and peer.connecting and not peer.said_goodbye)
+                    continue
+                if link not in told:
+                    told.add(link)
+                    peer.say(FrameType.GOODBYE)
+                left = left or bool(peer.session.unacked or peer.outbox)
             return not left
 
         while time.monotonic() < deadline_s and not settled():
@@ -194,24 +134,21 @@ class Gateway:
         self.driver.stop()
         if self._listener is not None:
             self._listener.close()
-        self._epoll.close()  # first: a link dialed at this moment fails to register, and is dropped by its thread
+        self._poller.shut()  # first: a link dialed at this moment fails to register, and is dropped by its thread
         for peer in list(self.peers.values()):
             with peer.lock:
                 link, peer.link = peer.link, None
-                settling, peer.waiting_for_state = peer.waiting_for_state, []
-                room, peer.waiting_for_room = peer.waiting_for_room, []
+                waiting = peer.waiters()
             left_s = min(deadline_s - time.monotonic(), _GOODBYE_LIMIT_S)
             if link is not None and not link.blocked and left_s > 0:
                 link.close(left_s)  # an abort could overtake the goodbye
-            for notify in (*settling, *(each.notify for each in room)):
+            for notify in waiting:
                 notify()
         for link in list(self._links):
             link.abort()
         self._links.clear()
         self._newcomers.clear()
-        self._handlers.clear()
-        self._timers.clear()
-        self._wake.close()
+        self._poller.close()
 
     # ---- the pump
 
@@ -221,76 +158,19 @@ class Gateway:
             peer = self._corked.popleft()
             link = peer.link
             if link is not None:
-                self._on_link(peer, link, select.EPOLLOUT)
-        now_s = time.monotonic()
-        due_s = self._next_deadline_s()
-        if due_s is not None:
-            left_s = max(0.0, due_s - now_s)
-            timeout_s = left_s if timeout_s is None else min(timeout_s, left_s)
-        if timeout_s is not None and timeout_s > _LONGEST_POLL_S:
-            timeout_s = _LONGEST_POLL_S
-        try:
-            events = self._epoll.poll(timeout_s)
-        except ValueError:
-            return  # closed meanwhile
-        for fd, event in events:
-            handler = self._handlers.get(fd)
-            if handler is not None:
-                try:
-                    handler(event)
-                except Exception:
-                    log.exception("gateway.handler_failed", proc=str(self.proc.uid))
-        if due_s is not None or self._timers or self._owing_acks:
-            self._do_due(time.monotonic())
-
-    def _next_deadline_s(self) -> float | None:
-        due_s = self._acks_due_s if self._owing_acks else None
-        if self._timers:
-            first_s = self._timers[0][0]
-            due_s = first_s if due_s is None else min(due_s, first_s)
-        return due_s
-
-    def _do_due(self, now_s: float) -> None:
-        while self._timers and self._timers[0][0] <= now_s:
-            with self._lock:
-                if not self._timers or self._timers[0][0] > now_s:
-                    break
-                _, _, action = heapq.heappop(self._timers)
-            try:
-                action()
-            except Exception:
-                log.exception("gateway.timer_failed", proc=str(self.proc.uid))
-        if self._owing_acks and now_s >= self._acks_due_s:
-            owing, self._owing_acks = self._owing_acks, set()
-            for peer in owing:
-                if peer.session.next_deadline_s() is not None:
-                    self._acknowledge(peer)
-
-    def call_later(self, delay_s: float, action: Callable[[], None]) -> None:
-        """Run `action` on the driving thread, after `delay_s`. It must not block."""
-        with self._lock:
-            heapq.heappush(self._timers, (time.monotonic() + delay_s, next(self._timer_count), action))
-            first = self._timers[0][2] is action
-        if first:
-            self._wake.wake()
+                self._on_link(peer, link, WRITABLE)
+        self._poller.poll(timeout_s)
 
     def add_pollable(self, fd: int, action: Callable[[], None]) -> None:
         """Run `action` on the driving thread whenever `fd` is readable."""
-        self._add(fd, lambda _: action())
+        self._poller.register(fd, lambda _: action())
 
     def remove_pollable(self, fd: int) -> None:
-        self._remove(fd)
+        self._poller.unregister(fd)
 
-    def _add(self, fd: int, handler: Callable[[int], None]) -> None:
-        self._handlers[fd] = handler
-        self._epoll.register(fd, select.EPOLLIN)
-
-    def _remove(self, fd: int) -> None:
-        if self._handlers.pop(fd, None) is not None and not self._closed:
-            try:
-                self._epoll.unregister(fd)
-            except (OSError, ValueError):
-                pass  # it was closed, which unregisters it
+    def _cork(self, peer: Peer) -> None:
+        self._corked.append(peer)
+        self._poller.wake()
 
     # ---- sending
 
@@ -311,97 +191,28 @@ class Gateway:
             if proc is None:
                 return Down("unreachable", "no gateway on its way knows the destination process")
             peer = self.connect(proc)
-        parts: list[Buffer] = [envelope.head(), *envelope.parts]
-        size_bytes = sum(map(len, parts))
-        with peer.lock:
-            if peer.down is not None:
-                return peer.down
-            self._send_now(peer, peer.session.wrap(parts, size_bytes), size_bytes)
+        down = peer.send([envelope.head(), *envelope.parts])
+        if down is not None:
+            return down
         if peer.state is State.NEW and not peer.connecting:
             self.connect(peer.proc)  # it is known, and nobody has dialed it yet
-        if may_wait and self._backlog(peer) > self.limits.send_buffer_bytes:
+        if may_wait and peer.is_full:
             self._wait_for_room(peer)
         return None
 
-    def _send_now(self, peer: Peer, frame: Frame, size_bytes: int = 64) -> None:
-        """Give a frame to the link or the outbox; the peer's lock is held. Without a link the session keeps it."""
-        link = peer.link
-        if link is None:
-            return
-        if not peer.outbox and peer.burst < _BURST:
-            peer.burst += 1
-            try:
-                taken = link.send_nowait((frame,))
-            except TransportError:
-                return  # the pump will see the break, and the session still has the frame
-            if taken:
-                if link.blocked:
-                    self._watch(link, True)
-                return
-        peer.outbox.append((frame, size_bytes))
-        peer.outbox_bytes += size_bytes
-        waiting = len(peer.outbox)
-        if waiting == 1:
-            self._corked.append(peer)
-            self._wake.wake()
-        elif waiting % _SEND_EVERY == 0:
-            # While the sender goes on, nobody may pump: what has queued up travels together.
-            try:
-                self._send_outbox(peer, link)
-            except TransportError:
-                pass  # as above
-
-    def _watch(self, link: Link, writable: bool) -> None:
-        try:
-            self._epoll.modify(link.fileno(), select.EPOLLIN | (select.EPOLLOUT if writable else 0))
-        except (OSError, ValueError):
-            pass  # the link is going; its end will be noticed by the pump
-
-    def _flush(self, peer: Peer, link: Link) -> None:
-        """There may be room again: go on sending what queued up, together."""
-        with peer.lock:
-            if peer.link is not link:
-                return
-            peer.burst = 0
-            self._send_outbox(peer, link)
-            self._watch(link, link.blocked or bool(peer.outbox))
-            waiting = peer.waiting_for_room if self._backlog(peer) <= self.limits.send_buffer_bytes // 2 else []
-            if waiting:
-                peer.waiting_for_room = []
-        for signal in waiting:
-            signal.notify()
-
-    def _send_outbox(self, peer: Peer, link: Link) -> None:
-        """Give the link what it has room for; the peer's lock is held."""
-        outbox = peer.outbox
-        while link.flush_nowait() and outbox:
-            taken = link.send_nowait([frame for frame, _ in itertools.islice(outbox, _SEND_MOST)])
-            if not taken:
-                return
-            for _ in range(taken):
-                peer.outbox_bytes -= outbox.popleft()[1]
-
-    def _backlog(self, peer: Peer) -> int:
-        return peer.outbox_bytes if peer.link is not None else peer.session.unacked_bytes
-
     def _wait_for_room(self, peer: Peer) -> None:
         signal = Signal()
-        while not self._closed:
-            signal.clear()
-            with peer.lock:
-                if peer.down is not None or self._backlog(peer) <= self.limits.send_buffer_bytes // 2:
-                    return
-                if signal not in peer.waiting_for_room:
-                    peer.waiting_for_room.append(signal)
+        while not self._closed and peer.wants_room(signal):
             self.driver.wait(signal, 1.0)
+            signal.clear()
 
     # ---- receiving
 
     def _on_link(self, peer: Peer, link: Link, event: int) -> None:
         try:
-            if event & select.EPOLLOUT or link.blocked or peer.outbox:
+            if event & WRITABLE or link.blocked or peer.outbox:
                 try:
-                    self._flush(peer, link)
+                    peer.flush(link)
                 except TransportError:
                     while frames := link.recv_nowait():  # what it sent before its end still counts
                         self._take(peer, link, frames)
@@ -438,20 +249,22 @@ class Gateway:
                         log.exception("message.failed", proc=str(self.proc.uid), kind=envelope.kind)
                 elif frame_type(frame) == FrameType.GOODBYE:
                     peer.said_goodbye = True
-                    self._acknowledge(peer)
+                    peer.say(FrameType.ACK)
         except BaseException:
             session.received = received  # an interrupt: this frame comes again on the next link
             raise
         if session.ack_due(now_s):
-            self._acknowledge(peer)
+            peer.say(FrameType.ACK)
         elif session.next_deadline_s() is not None:
             if not self._owing_acks:
-                self._acks_due_s = now_s + self.limits.ack_interval_s
+                self.call_later(self.limits.ack_interval_s, self._acknowledge_all)
             self._owing_acks.add(peer)
 
-    def _acknowledge(self, peer: Peer) -> None:
-        with peer.lock:
-            self._send_now(peer, peer.session.control(FrameType.ACK))
+    def _acknowledge_all(self) -> None:
+        owing, self._owing_acks = self._owing_acks, set()
+        for peer in owing:
+            if peer.session.next_deadline_s() is not None:
+                peer.say(FrameType.ACK)
 
     def _route(self, envelope: Envelope) -> None:
         if envelope.dst_proc == self.key:
@@ -490,7 +303,8 @@ class Gateway:
             peer = self.peers.get(key)
             if peer is None:
                 session = Session(self.limits.ack_every_n, self.limits.ack_interval_s)
-                peer = self.peers[key] = Peer(proc, session)
+                peer = Peer(proc, session, self._poller, self.limits.send_buffer_bytes, self._cork)
+                self.peers[key] = peer
             return peer
 
     def connect(self, proc: ProcId) -> Peer:
@@ -592,9 +406,9 @@ class Gateway:
     def _await_hello(self, link: Link, dialed: Peer | None, refused: Callable[[], None] = lambda: None) -> None:
         self._newcomers[link] = refused
         self._links[link] = fd = link.fileno()
-        self._add(fd, lambda _: self._on_hello(link, dialed))
+        self._poller.register(fd, lambda _: self._on_hello(link, dialed))
         if link.blocked:
-            self._watch(link, True)
+            self._poller.watch(fd, True)
         self.call_later(_HELLO_LIMIT_S, lambda: self._drop_if_silent(link))
 
     def _on_listener(self, event: int) -> None:
@@ -612,7 +426,7 @@ class Gateway:
         """End a link, once: its descriptor may soon be another's."""
         fd = self._links.pop(link, None)
         if fd is not None:
-            self._remove(fd)
+            self._poller.unregister(fd)
         link.abort()
         refused = self._newcomers.pop(link, None)
         if refused is not None:
@@ -649,7 +463,7 @@ class Gateway:
             self._drop(link)
             return
         try:
-            self._flush(peer, link)
+            peer.flush(link)
             self._take(peer, link, frames[1:])
         except (TransportError, ProtocolError) as error:
             self._lost(peer, link, error)
@@ -662,16 +476,9 @@ class Gateway:
             old = peer.link
             if old is not None and peer.we_dialed != we_dialed and we_dialed != (self.key < peer.key):
                 return False  # both dialed: the link of the smaller key stays
-            frames = peer.session.resume(hello.received)
-            peer.link, peer.we_dialed = link, we_dialed
-            peer.address, peer.pid, peer.host = hello.address, hello.pid, hello.host
-            peer.state = State.UP
+            waiting = peer.attach(link, hello, we_dialed=we_dialed)
             self._newcomers.pop(link, None)
-            peer.outbox.clear()
-            peer.outbox.extend((frame, sum(map(len, frame))) for frame in frames)
-            peer.outbox_bytes = sum(size for _, size in peer.outbox)
-            self._handlers[link.fileno()] = lambda event: self._on_link(peer, link, event)
-            waiting, peer.waiting_for_state = peer.waiting_for_state, []
+            self._poller.replace(link.fileno(), lambda event: self._on_link(peer, link, event))
         if old is not None:
             self._drop(old)
         log.debug("link.up", peer=str(peer.proc.uid), via=link.peer, transport=self.transport.scheme)
@@ -684,12 +491,7 @@ class Gateway:
         with peer.lock:
             current = peer.link is link
             if current:
-                peer.link = None
-                peer.outbox.clear()
-                peer.outbox_bytes = 0
-                peer.breaks += 1
-                if peer.down is None:
-                    peer.state = State.BROKEN
+                peer.detach()
         self._drop(link)
         if not current:
             return  # another has taken its place
@@ -728,13 +530,8 @@ class Gateway:
                 pass
             self._drop(link)
         with peer.lock:
-            undelivered = [parts for _, parts, _ in peer.session.unacked]
-            peer.session.unacked.clear()
-            peer.session.unacked_bytes = 0
-            peer.outbox.clear()
-            peer.outbox_bytes = 0
-            waiting, peer.waiting_for_state = peer.waiting_for_state, []
-            room, peer.waiting_for_room = peer.waiting_for_room, []
+            undelivered = peer.abandon()
+            waiting = peer.waiters()
         for parts in undelivered:
             envelope = parse(parts)
             if envelope.kind != Kind.BOUNCE:
@@ -742,8 +539,6 @@ class Gateway:
         self._on_gone(peer, down)
         for notify in waiting:
             notify()
-        for signal in room:
-            signal.notify()
 
     def when_settled(self, peer: Peer, notify: Callable[[], None]) -> None:
         """Call `notify` once, when the peer is up or gone; at once if it is."""

@@ -18,10 +18,11 @@ from monarch.core import codec
 from monarch.core.driver import make_driver
 from monarch.core.envelope import MESSAGE_TTL, Envelope, Flag, Kind
 from monarch.core.future import Future
-from monarch.core.gateway import Gateway, Limits, Peer, PeerGone, State
+from monarch.core.gateway import Gateway, Limits, PeerGone
 from monarch.core.ids import ActorId, ProcId
 from monarch.core.instance import Instance, Sender
 from monarch.core.monitor import Down, Monitors
+from monarch.core.peer import Peer, State
 from monarch.log import get_logger
 from monarch.transports.base import Buffer, Transport
 
@@ -29,7 +30,6 @@ log = get_logger("monarch.proc")
 
 PROC_AGENT: Final = 1
 """Actor number of every process's agent, which answers for the process itself."""
-
 
 
 class Sink(Protocol):
@@ -198,7 +198,7 @@ class Proc:
         if self.expects(number):
             self.gateway.call_later(self.unborn_limit_s, lambda: self._refuse_unborn(number))
         else:
-            self._bounce_unborn(number, Down("unreachable", f"nobody spawned this actor within {self.unborn_limit_s:g} s"))
+            self._bounce_unborn(number, Down("unreachable", f"nobody spawned this actor in {self.unborn_limit_s:g} s"))
 
     def _bounce_unborn(self, number: int, down: Down) -> None:
         with self._lock:

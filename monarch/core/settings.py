@@ -232,9 +232,9 @@ SETTINGS: Final[Mapping[str, Setting]] = {
             "codec_max_frame_length", Int(), 0, "Larger messages, in bytes, are refused at the sender; 0: no limit."
         ),
         Setting(
-            "process_exit_timeout", Duration(), "10s", "How long a process that was told to exit may take before SIGTERM."
+            "process_exit_timeout", Duration(), "10s", "How long a process that is stopped may take before SIGTERM."
         ),
-        Setting("stop_actor_timeout", Duration(), "10s", "How long an actor that is stopped may take before its `stop()` fails."),
+        Setting("stop_actor_timeout", Duration(), "10s", "How long an actor may take to stop; then `stop()` fails."),
         Setting("cleanup_timeout", Duration(), "3s", "How long `__cleanup__` of an actor may take."),
         Setting(
             "default_transport",
@@ -251,7 +251,11 @@ SETTINGS: Final[Mapping[str, Setting]] = {
             _MESH,
         ),
         Setting(
-            "actor_spawn_max_idle", Duration(), "30s", "How long a message waits for an actor that nobody has spawned yet.", _MESH
+            "actor_spawn_max_idle",
+            Duration(),
+            "30s",
+            "How long a message waits for an actor that is not spawned yet.",
+            _MESH,
         ),
         Setting(
             "mesh_terminate_timeout",
@@ -275,7 +279,7 @@ SETTINGS: Final[Mapping[str, Setting]] = {
             _OURS,
         ),
         Setting(
-            "poison_failed_procs", Bool(), False, "After an actor failed, no other can be spawned on its process, as in Monarch.", _OURS
+            "poison_failed_procs", Bool(), False, "A process whose actor failed takes no others, as in Monarch.", _OURS
         ),
         Setting(
             "send_buffer_bytes", Int(1), 256 << 20, "How much may queue for one peer before its senders wait.", _OURS

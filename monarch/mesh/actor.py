@@ -38,7 +38,7 @@ class MeshMethod:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
-        functools.update_wrapper(self, function)
+        self.__doc__ = function.__doc__
 
     def bound(self, target: Any) -> Any:
         return types.MethodType(self._function, target)

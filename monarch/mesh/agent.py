@@ -23,11 +23,11 @@ from monarch.core.instance import Instance
 from monarch.core.monitor import Down
 from monarch.core.proc import Proc
 from monarch.log import get_logger
+from monarch.mesh.child_line import ChildBook
 from monarch.mesh.context import ActorInstance, CreatorInstance, Spawner
 from monarch.mesh.dispatch import ActorBehavior
 from monarch.mesh.ownership import Books
 from monarch.mesh.shape import Point
-from monarch.mesh.supervised import ChildBook
 from monarch.transports.base import Transport
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ from attrs import define, evolve, field
 
 from monarch.core import settings
 from monarch.core.envelope import Envelope
-from monarch.core.gateway import State
 from monarch.core.ids import ActorId, ProcId
 from monarch.core.monitor import Down
+from monarch.core.peer import State
 from monarch.launch.bootstrap import BootstrapCommand
 from monarch.launch.launcher import Exit, Launcher, LaunchSpec
 from monarch.log import get_logger

@@ -78,6 +78,7 @@ class Restarts:
     window: Window
     _children: list[_Child] = field(factory=list, init=False)  # oldest first; those that are over are taken out
     _batches: int = field(default=0, init=False)
+    _incarnations: dict[str, int] = field(factory=dict, init=False)  # the newest by name, also of those that are over
     _given_up: bool = field(default=False, init=False)
     _shutting_down: bool = field(default=False, init=False)
 
@@ -209,7 +210,8 @@ class Restarts:
             for child in members:
                 if child.phase is Phase.DOWN and not self._ending:
                     child.phase = Phase.STARTING
-                    child.incarnation += 1
+                    child.incarnation = self._incarnations.get(child.rule.name, 0) + 1
+                    self._incarnations[child.rule.name] = child.incarnation
                     yield Start(child.rule.name, child.incarnation)
                 if child.phase is not Phase.UP:
                     break

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 
-from monarch.core.gateway import Peer, State
+from monarch.core.peer import Peer, State
 from monarch.core.proc import Proc
 from monarch.testing.events import LIMIT_S
 from monarch.transports.faults import Faults

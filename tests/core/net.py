@@ -10,9 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 from monarch.core.envelope import Envelope, Flag, Kind
-from monarch.core.gateway import Limits, Peer
+from monarch.core.gateway import Limits
 from monarch.core.ids import ProcId, Uid
 from monarch.core.monitor import Down
+from monarch.core.peer import Peer
 from monarch.core.proc import Proc
 from monarch.transports import registry
 from monarch.transports.faults import Faults

@@ -18,9 +18,9 @@ from monarch.core import gateway as gateway_module
 from monarch.core.driver import Signal
 from monarch.core.envelope import Envelope, Kind
 from monarch.core.future import Future
-from monarch.core.gateway import State
 from monarch.core.ids import ActorId, ProcId, Uid
 from monarch.core.monitor import Down
+from monarch.core.peer import State
 from monarch.core.proc import Proc
 from monarch.core.protocol import SESSION, FrameType, Hello
 from monarch.errors import TransportError
@@ -284,9 +284,7 @@ def test_an_unknown_destination_is_refused_at_once(quick_net: Net) -> None:
 
 def _send_via(src: Proc, relay: Proc, envelope: Envelope) -> None:
     found = src.gateway.connect(relay.proc_id)
-    parts = [envelope.head(), *envelope.parts]
-    with found.lock:
-        src.gateway._send_now(found, found.session.wrap(parts, sum(map(len, parts))))
+    found.send([envelope.head(), *envelope.parts])
 
 
 def test_a_gateway_relays_and_bounces_what_it_cannot(net: Net) -> None:

@@ -63,7 +63,7 @@ def client(request: pytest.FixtureRequest) -> Iterator[TestClient]:
         yield client
 
 
-@pytest.fixture(params=["ipc", "tcp"])
+@pytest.fixture(params=["ipc", pytest.param("tcp", marks=pytest.mark.slow)])
 def real_client(request: pytest.FixtureRequest) -> Iterator[TestClient]:
     """A fresh client whose processes are real."""
     with fresh_client(request.param, cleanup_timeout="1s", process_exit_timeout="3s") as client:

@@ -1,0 +1,214 @@
+"""Another process, as this one sees it: one session, at most one link, and what waits for room on it.
+
+```
+            dial, or expect its call          hello of both sides
+    NEW  ─────────────────────────────► ... ─────────────────────► UP ──── link breaks ───► BROKEN
+                                                                    ▲                          │
+                                                                    └───── a new link ─────────┤
+    any ──── evidence of its end, or too long without a link ──────────────────────► GONE ◄────┘
+```
+
+The transitions are the gateway's. Here is how frames leave. A lone frame leaves at once, from the thread that sends
+it. One who goes on sending without waiting for anything sends the first `_BURST` so, and then `_SEND_EVERY` together;
+the rest leaves with the next pump, which an idle side thread makes at once. 1000 calls at a time: over tcp 22 k/s
+when all go one by one, and 45 k/s so; over ipc 48 and 62 k/s.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+from collections.abc import Callable
+from enum import Enum
+from typing import Final
+
+from attrs import define, field
+
+from monarch.core.driver import Signal
+from monarch.core.ids import ProcId
+from monarch.core.monitor import Down
+from monarch.core.poller import Poller
+from monarch.core.protocol import FrameType, Hello, Session
+from monarch.errors import TransportError
+from monarch.transports.base import Buffer, Frame, Link
+
+_BURST: Final = 8
+_SEND_EVERY: Final = 32
+_SEND_MOST: Final = 1024
+_CONTROL_BYTES: Final = 64
+
+
+class State(Enum):
+    NEW = "new"
+    UP = "up"
+    BROKEN = "broken"
+    GONE = "gone"
+
+
+@define(eq=False)
+class Peer:
+    """See the module. `lock` guards all that sending touches: the session's numbers, the link, the outbox."""
+
+    proc: ProcId
+    session: Session
+    poller: Poller
+    send_buffer_bytes: int
+    cork: Callable[[Peer], None]
+    """Asks the next pump to look at this peer's outbox."""
+
+    state: State = State.NEW
+    link: Link | None = None
+    we_dialed: bool = False
+    address: str = ""
+    pid: int = 0
+    host: str = ""
+    said_goodbye: bool = False
+    connecting: bool = False
+    down: Down | None = None
+    breaks: int = 0
+    """How often its link broke."""
+    lock: threading.Lock = field(factory=threading.Lock)
+    outbox: deque[tuple[Frame, int]] = field(factory=deque)
+    """Frames that wait for room on the link, with their sizes in bytes."""
+    outbox_bytes: int = 0
+    burst: int = 0
+    """Frames sent one by one since the pump last had to do with this peer."""
+    waiting_for_room: list[Signal] = field(factory=list)
+    waiting_for_state: list[Callable[[], None]] = field(factory=list)
+
+    @property
+    def key(self) -> int:
+        return self.proc.key
+
+    # ---- sending
+
+    def send(self, parts: list[Buffer]) -> Down | None:
+        """Number a message `[head, *parts]` and put it on its way; returns why not, when the peer is gone."""
+        size_bytes = sum(map(len, parts))
+        with self.lock:
+            if self.down is not None:
+                return self.down
+            self._send_now(self.session.wrap(parts, size_bytes), size_bytes)
+        return None
+
+    def say(self, kind: FrameType) -> None:
+        """Send an ACK, HEARTBEAT or GOODBYE."""
+        with self.lock:
+            self._send_now(self.session.control(kind), _CONTROL_BYTES)
+
+    def _send_now(self, frame: Frame, size_bytes: int) -> None:
+        """Give a frame to the link or the outbox. Without a link the session keeps it."""
+        link = self.link
+        if link is None:
+            return
+        if not self.outbox and self.burst < _BURST:
+            self.burst += 1
+            try:
+                taken = link.send_nowait((frame,))
+            except TransportError:
+                return  # the pump will see the break, and the session still has the frame
+            if taken:
+                if link.blocked:
+                    self.poller.watch(link.fileno(), True)
+                return
+        self.outbox.append((frame, size_bytes))
+        self.outbox_bytes += size_bytes
+        waiting = len(self.outbox)
+        if waiting == 1:
+            self.cork(self)
+        elif waiting % _SEND_EVERY == 0:
+            # While the sender goes on, nobody may pump: what has queued up travels together.
+            try:
+                self._send_outbox(link)
+            except TransportError:
+                pass  # as above
+
+    def _send_outbox(self, link: Link) -> None:
+        """Give the link what it has room for."""
+        outbox = self.outbox
+        while link.flush_nowait() and outbox:
+            taken = link.send_nowait([frame for frame, _ in itertools.islice(outbox, _SEND_MOST)])
+            if not taken:
+                return
+            for _ in range(taken):
+                self.outbox_bytes -= outbox.popleft()[1]
+
+    def flush(self, link: Link) -> None:
+        """There may be room again: go on sending what queued up, together.
+
+        Raises:
+            TransportError: the link broke.
+        """
+        with self.lock:
+            if self.link is not link:
+                return
+            self.burst = 0
+            self._send_outbox(link)
+            self.poller.watch(link.fileno(), link.blocked or bool(self.outbox))
+            waiting: list[Signal] = []
+            if self.waiting_for_room and self.backlog_bytes <= self.send_buffer_bytes // 2:
+                waiting, self.waiting_for_room = self.waiting_for_room, []
+        for signal in waiting:
+            signal.notify()
+
+    @property
+    def backlog_bytes(self) -> int:
+        """What waits for room on the link, or for a link."""
+        return self.outbox_bytes if self.link is not None else self.session.unacked_bytes
+
+    @property
+    def is_full(self) -> bool:
+        """Whether senders that may wait should."""
+        return self.backlog_bytes > self.send_buffer_bytes
+
+    def wants_room(self, signal: Signal) -> bool:
+        """Set `signal` once half of the buffer is free or the peer is gone; False when that is so already."""
+        with self.lock:
+            if self.down is not None or self.backlog_bytes <= self.send_buffer_bytes // 2:
+                return False
+            if signal not in self.waiting_for_room:
+                self.waiting_for_room.append(signal)
+            return True
+
+    # ---- transitions; the lock is held, and what is returned is called without it
+
+    def attach(self, link: Link, hello: Hello, *, we_dialed: bool) -> list[Callable[[], None]]:
+        """`link` carries the session from now on, beginning with what the peer lacks.
+
+        Raises:
+            RemoteProtocolError: the peer claims to have what was never sent.
+        """
+        frames = self.session.resume(hello.received)
+        self.link, self.we_dialed = link, we_dialed
+        self.address, self.pid, self.host = hello.address, hello.pid, hello.host
+        self.state = State.UP
+        self.outbox.clear()
+        self.outbox.extend((frame, sum(map(len, frame))) for frame in frames)
+        self.outbox_bytes = sum(size for _, size in self.outbox)
+        waiting, self.waiting_for_state = self.waiting_for_state, []
+        return waiting
+
+    def detach(self) -> None:
+        """The link is gone; the session keeps what was not acknowledged."""
+        self.link = None
+        self.outbox.clear()
+        self.outbox_bytes = 0
+        self.breaks += 1
+        if self.down is None:
+            self.state = State.BROKEN
+
+    def abandon(self) -> list[list[Buffer]]:
+        """The peer is gone: everything that it did not acknowledge, oldest first, as `[head, *parts]`."""
+        undelivered = [parts for _, parts, _ in self.session.unacked]
+        self.session.unacked.clear()
+        self.session.unacked_bytes = 0
+        self.outbox.clear()
+        self.outbox_bytes = 0
+        return undelivered
+
+    def waiters(self) -> list[Callable[[], None]]:
+        """All who wait for this peer, for the last time."""
+        waiting = [*self.waiting_for_state, *(signal.notify for signal in self.waiting_for_room)]
+        self.waiting_for_state, self.waiting_for_room = [], []
+        return waiting

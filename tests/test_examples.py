@@ -50,6 +50,12 @@ def test_dining_philosophers():
     assert "50 meals served" in output
 
 
+def test_supervised():
+    output = run("examples/supervised.py")
+
+    assert "60 jobs done with 2 workers, of which 4 were killed" in output
+
+
 def demo(*arguments: str, **options: Path) -> str:
     return run("-m", "monarch", "demo", *arguments, **options)
 

@@ -154,7 +154,7 @@ class Proc:
             if sink is not None:
                 sink.deliver(envelope)
             elif not envelope.flags & Flag.SILENT:
-                log.debug("port.gone", port=envelope.dst_port)
+                self.bounce(envelope, Down("unreachable", "nobody receives at this port any more"))
         elif kind == Kind.CALL:
             self._deliver_call(envelope)
         elif kind == Kind.SYSTEM:

@@ -1,7 +1,7 @@
 """What a supervisor publishes of its children: which incarnation of which child is up, and why others are not.
 
-A `Directory` is in the supervisor's process. The supervisor's thread writes it; questions of callers are answered on the
-driving thread, so that an answer never waits behind code of the user's. One whose answer is not known yet is kept.
+A `Directory` is in the supervisor's process. The supervisor's thread writes it; questions of callers are answered on
+the driving thread, so that an answer never waits behind code of the user's. One that has no answer yet is kept.
 """
 
 from __future__ import annotations

@@ -181,6 +181,8 @@ def _exit_with_1(kind: type[BaseException], error: BaseException, trace: Traceba
 def make() -> Context:
     """Make the client of this process. Called once, by `context()`."""
     show_what_was_asked_for()
+    for variable in settings.unknown_variables():
+        log.warning("setting.unknown", variable=variable)
     wanted = settings.get("default_transport")
     if "://" in wanted:
         scheme, listen = parse(wanted).scheme, wanted

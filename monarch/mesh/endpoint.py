@@ -354,12 +354,16 @@ def send(
         raise ValueError(f"Invalid selection {selection!r}: it can be 'all' or 'choose'")
     mesh, spec = endpoint._mesh, endpoint._spec
     parts = endpoint._encode(args, kwargs)
-    if port is not None:
+    sender = context().actor_instance
+    reply_port = 0
+    if port is not None and port._is_of(sender.proc_runtime):
+        reply_port = port.number  # as with any call, it hears of a member's end, too
+    elif port is not None:
         extent = mesh._region.extent
         extra = {"plain": endpoint._plain, "port": spec.sends_itself, "reply": codec.encode(port)}
         parts[0] = describe_call(spec.name, extent._labels, extent._sizes, extra)
     only = None if selection == "all" else _drawn(mesh, spec.name)
-    mesh._cast(context().actor_instance, parts, 0, only)
+    mesh._cast(sender, parts, reply_port, only)
 
 
 class Accumulator(Generic[A, R]):

@@ -53,9 +53,10 @@ class Shell:
     """Between the machine and the runtime. All methods but `post` run on the supervisor's thread."""
 
     def __init__(self, instance: ActorInstance, machine: Restarts) -> None:
-        self._runtime: Any = instance.proc_runtime
+        runtime: Any = instance.proc_runtime
+        self._runtime = runtime
         self._machine = machine
-        book: ChildBook = self._runtime.children
+        book: ChildBook = runtime.children
         self.instance = instance
         self.directory: Directory = book.directory(instance.actor_id.number)
         self.children: dict[str, Child[Any]] = {}

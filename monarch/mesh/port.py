@@ -8,6 +8,7 @@ a port that takes as many replies as the call has members.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
@@ -46,6 +47,14 @@ class Port(Generic[T]):
         self._on_use = on_use  # hears once that something was sent, or that the port was handed on
         self.return_undeliverable = True
         """Whether a value that cannot be delivered becomes an error at its sender."""
+
+    @property
+    def number(self) -> int:
+        return 0 if self._port is None else self._port.number
+
+    def _is_of(self, runtime: Proc) -> bool:
+        """Whether what is sent here arrives in that process."""
+        return self._port is not None and self._port.actor.proc.key == runtime.key
 
     def send(self, value: T) -> None:
         """Send a value. It has left when this returns; values of one sender arrive in order.
@@ -121,18 +130,19 @@ def decode_value(envelope: Envelope, explain: Callable[[int], str]) -> Any:
     raise ActorError(error, explain(envelope.rank), formatted)
 
 
-class PortReceiver(Generic[T]):
-    """The receiving half of a channel: FIFO, and not sendable."""
+class _Inbox:
+    """What a channel's port number stands for: values that have arrived, and futures that want one. It outlives its
+    receiver only while a future still waits."""
 
-    def __init__(self, runtime: Proc, number: int, once: bool = False, ranked: bool = False) -> None:
-        self._runtime, self._number, self._once, self._ranked = runtime, number, once, ranked
+    def __init__(self, runtime: Proc, number: int, once: bool, ranked: bool) -> None:
+        self._runtime, self._number, self._once = runtime, number, once
+        self.ranked = ranked
         self._lock = threading.Lock()
         self._arrived: deque[Envelope] = deque()
         self._wanted: deque[Future[Any]] = deque()
 
-    def recv(self) -> Future[T]:
-        """The next value that nobody has taken; may be called ahead of its arrival, and again and again."""
-        future: Future[T] = Future._pending(self._runtime.driver, lambda: "a value on a port")
+    def next(self) -> Future[Any]:
+        future: Future[Any] = Future._pending(self._runtime.driver, lambda: "a value on a port")
         with self._lock:
             if not self._arrived:
                 self._wanted.append(future)
@@ -141,14 +151,14 @@ class PortReceiver(Generic[T]):
         future._complete(lambda: self._decode(envelope))
         return future
 
-    def ranked(self) -> PortReceiver[tuple[int, T]]:
-        """The same port; values come as `(rank of the sender, value)` from now on."""
-        self._ranked = True
-        return self  # type: ignore[return-value]
+    def forget(self) -> None:
+        """The receiver is gone."""
+        if not self._wanted:
+            self._runtime.ports.pop(self._number, None)
 
     def _decode(self, envelope: Envelope) -> Any:
         value = decode_value(envelope, lambda rank: "A remote actor call failed.")
-        return (envelope.rank, value) if self._ranked else value
+        return (envelope.rank, value) if self.ranked else value
 
     def deliver(self, envelope: Envelope) -> None:
         if self._once:
@@ -170,6 +180,24 @@ class PortReceiver(Generic[T]):
 
     def proc_gone(self, key: int, down: Down) -> None:
         pass  # others may still send here
+
+
+class PortReceiver(Generic[T]):
+    """The receiving half of a channel: FIFO, and not sendable. When it is collected, what is sent to its port comes back
+    to the senders."""
+
+    def __init__(self, inbox: _Inbox) -> None:
+        self._inbox = inbox
+        weakref.finalize(self, inbox.forget).atexit = False
+
+    def recv(self) -> Future[T]:
+        """The next value that nobody has taken; may be called ahead of its arrival, and again and again."""
+        return self._inbox.next()
+
+    def ranked(self) -> PortReceiver[tuple[int, T]]:
+        """The same port; values come as `(rank of the sender, value)` from now on."""
+        self._inbox.ranked = True
+        return self  # type: ignore[return-value]
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError("a PortReceiver stays where it was opened; send its Port instead")
@@ -193,8 +221,9 @@ def _open(once: bool, ranked: bool) -> tuple[Port[Any], PortReceiver[Any]]:
     owner = context().actor_instance
     runtime = owner.proc_runtime
     number = runtime.new_port()
-    receiver: PortReceiver[Any] = PortReceiver(runtime, number, once, ranked)
-    runtime.ports[number] = receiver
+    inbox = _Inbox(runtime, number, once, ranked)
+    runtime.ports[number] = inbox
+    receiver: PortReceiver[Any] = PortReceiver(inbox)
     return Port(PortId(ActorId(runtime.proc_id, owner.actor_id.number), number), 0, owner), receiver
 
 

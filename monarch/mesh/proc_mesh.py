@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, cast
 
 from monarch.core import codec
 from monarch.core.envelope import Envelope, Kind
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from monarch.mesh.host_mesh import HostMesh
 
 A = TypeVar("A", bound=Actor)
+P = ParamSpec("P")
 
 _spawn_callbacks: list[Callable[[ProcMesh], None]] = []
 
@@ -66,7 +67,7 @@ class ProcMesh(MeshView):
 
     # ---- actors
 
-    def spawn(self, name: str, Class: type[A], *args: Any, **kwargs: Any) -> A:
+    def spawn(self, name: str, Class: Callable[P, A], *args: P.args, **kwargs: P.kwargs) -> A:
         """One actor of `Class` in each process, constructed there with these arguments. Returns at once.
 
         Messages may be sent at once; they wait for the constructor. The current actor becomes the owner.
@@ -105,6 +106,9 @@ class ProcMesh(MeshView):
         source = owner.actor_id.number
         for rank, proc in enumerate(self._procs):
             runtime.send(Envelope(Kind.SPAWN, proc.key, number, 0, runtime.key, source, list(parts), 0, rank), proc)
+            down = runtime.monitors.gone((proc.key, 0))
+            if down is not None:
+                owned.member_down(rank, down)  # it was gone before this mesh could hear of it
         return ActorMesh(number, name, cls, class_name, self._procs, whole, whole, owned)
 
     # ---- life

@@ -26,7 +26,7 @@ class Shared:
     transport: str
 
 
-@pytest.fixture(scope="session", params=COMBINATIONS, ids="-".join)
+@pytest.fixture(scope="package", params=COMBINATIONS, ids="-".join)
 def shared_session(request: pytest.FixtureRequest) -> Iterator[Shared]:
     transport, driver = request.param
     with fresh_client(transport, driver, cleanup_timeout="1s") as client:

@@ -14,7 +14,7 @@ import random
 import signal
 import time
 
-from monarch.actor import Actor, ActorMesh, SupervisionError, endpoint, this_proc
+from monarch.actor import Actor, SupervisionError, endpoint, this_proc
 from monarch.supervision import Child, Supervisor
 
 
@@ -80,7 +80,7 @@ def main(jobs: int = 60, workers: int = 2, kills: int = 4) -> None:
     restarts = sum(child.restarts for child in supervisor.children.call_one().get())
     print(f"{len(results)} jobs done with {workers} workers, of which {kills} were killed; {again} jobs were repeated")
     print(f"{restarts} restarts; a replacement answered after {1000 * min(waits_s, default=0):.0f} ms at best")
-    ActorMesh.stop(supervisor).get()
+    supervisor.stop().get()
 
 
 if __name__ == "__main__":

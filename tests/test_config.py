@@ -18,13 +18,17 @@ from monarch.config import (
     parametrize_config,
     parametrize_config_pointwise,
 )
+from monarch.core import settings
 
 
 @pytest.fixture(autouse=True)
-def nothing_configured():
+def nothing_configured(monkeypatch):
+    """Whatever a client of another test, which may still live in this process, has set."""
     before = get_runtime_config()
+    monkeypatch.setattr(settings._process, "_test", {})
     clear_runtime_config()
     yield
+    monkeypatch.undo()
     clear_runtime_config()
     configure(**before)
 

@@ -26,12 +26,14 @@ class _Entry:
         prototype: a mesh of its class and shape, of no actors.
         mesh: the incarnation that is up, or None.
         over: why it is not started again, or None.
+        last: why the incarnation before ended, where that is known.
     """
 
     prototype: ActorMesh[Any]
     incarnation: int = 0
     mesh: ActorMesh[Any] | None = None
     over: Down | None = None
+    last: Down | None = None
 
 
 class Directory:
@@ -70,10 +72,10 @@ class Directory:
             entry.incarnation, entry.mesh = incarnation, mesh
         self._settle()
 
-    def down(self, name: str) -> None:
-        """It is not to be called now."""
+    def down(self, name: str, down: Down | None) -> None:
+        """It is not to be called now; why, where that is known."""
         with self._lock:
-            self._entries[name].mesh = None
+            self._entries[name].mesh, self._entries[name].last = None, down
         self._settle()
 
     def over(self, name: str, down: Down) -> None:
@@ -110,7 +112,7 @@ class Directory:
         def lost() -> tuple[Any, ...] | None:
             entry = self._entries.get(name)
             there = entry is not None and entry.mesh is not None and entry.incarnation == incarnation
-            return None if there and self._ended is None else ("lost",)
+            return None if there and self._ended is None else ("lost", None if entry is None else entry.last)
 
         self._put(lost, answer)
 

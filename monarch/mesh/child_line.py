@@ -72,12 +72,15 @@ class Refused:
         reason: ends the sentence that begins with the child's name.
         down: the end behind it, of the child or of its supervisor.
         supervisor: as people know it, where it is its end.
+        misuse: there is no such child.
+        quiet: nobody has failed; a message that no answer is expected to is dropped without a word.
     """
 
     reason: str
     down: Down | None = None
     supervisor: str = ""
     misuse: bool = False
+    quiet: bool = False
 
 
 @define(frozen=True)
@@ -241,7 +244,8 @@ class Line:
 
         def told() -> None:
             error = asked.exception(0)
-            self.lost(serial, error.down if isinstance(error, PeerGone) else None)
+            down = error.down if isinstance(error, PeerGone) else None if error is not None else asked.get(0)[1]
+            self.lost(serial, down)
 
         asked._on_done(told)
         set_ = [
@@ -260,10 +264,10 @@ def refused_by(kind: str, found: Sequence[Any], path: Path) -> Refused:
     if kind == "unknown":
         return Refused(f"does not exist; there is {', '.join(map(repr, found[0])) or 'none'}", misuse=True)
     if kind == "over":
-        return Refused(f"has ended for good: {found[0]}", found[0])
+        return Refused(f"has ended for good: {found[0]}", found[0], quiet=True)
     name, down = found
     if down.stopped:
-        return Refused(f"is gone, because the supervisor was stopped: {down.reason}", down)
+        return Refused(f"is gone, because the supervisor was stopped: {down.reason}", down, quiet=True)
     return Refused(f"is not restarted any more, because the supervisor has failed: {down}", down, name or "supervisor")
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from typing import Any, Final, Generic, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Generic, ParamSpec, TypeVar, cast
 
 from attrs import define
 
@@ -17,6 +17,7 @@ from monarch.supervision.policy import Restart, Rule, Strategy
 
 A = TypeVar("A", bound=Actor)
 E = TypeVar("E", Restart, Strategy)
+P = ParamSpec("P")
 
 SHUTDOWN_S: Final = 5.0
 
@@ -45,16 +46,16 @@ class Child(Generic[A]):
         TypeError: the arguments do not fit its constructor.
     """
 
-    def __init__(self, name: str, Class: type[A], /, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, name: str, Class: Callable[P, A], /, *args: P.args, **kwargs: P.kwargs) -> None:
         if not (isinstance(Class, type) and issubclass(Class, Actor)):
             raise ValueError(f"child {name!r} needs a subclass of Actor, not {Class!r}")
         known = class_of(Class)
         known.check_kinds()
         known.check_arguments(args, kwargs)
         self.name = name
-        self.Class = Class
-        self.args = args
-        self.kwargs = kwargs
+        self.Class = cast("type[A]", Class)
+        self.args: tuple[Any, ...] = args
+        self.kwargs: dict[str, Any] = kwargs
         self.restart = Restart.PERMANENT
         self.shutdown_s = SHUTDOWN_S
         self.per_host: dict[str, int] = {}

@@ -164,7 +164,12 @@ class Shell:
         if self._incarnations.get(name) is not incarnation or incarnation.stopping or incarnation.closing:
             return []
         if error is not None:
-            # Its end is coming, and is the event. In case it is not: end it.
+            # Its end may have been told already, or be about to be: whichever is first counts.
+            failure = getattr(error.__cause__, "failure", None)
+            if failure is not None and incarnation.failure is None:
+                rank = failure.crashed_ranks[0]
+                incarnation.failure = failure.down
+                self._last[name] = self._told_of(incarnation, rank, failure.down)
             self._close(incarnation, f"it could not be started: {error}")
             return []
         log.info("child.up", supervisor=self.instance.name, child=name, incarnation=incarnation.number)
@@ -183,7 +188,7 @@ class Shell:
         all_down = len(incarnation.downs) == len(incarnation.mesh._procs)
         if not all_down and incarnation.failure is None:
             return []  # one member stopped by itself; the others go on
-        self.directory.down(incarnation.child.name)
+        self.directory.down(incarnation.child.name, incarnation.failure or down)
         if all_down and incarnation.procs is None:
             return self._gone(incarnation)
         self._close(incarnation, "the child has ended" if all_down else f"another member failed: {down.reason}")
@@ -198,7 +203,7 @@ class Shell:
     def _stop(self, action: Stop) -> None:
         incarnation = self._incarnations[action.name]
         incarnation.stopping = True
-        self.directory.down(action.name)
+        self.directory.down(action.name, None)
         self._close(incarnation, f"stopped by its supervisor {self.instance.name!r}")
 
     def _close(self, incarnation: _Incarnation, reason: str) -> None:

@@ -81,6 +81,8 @@ class _Call:
         runtime = self.sender.proc_runtime
         sink: Any = runtime.ports.get(self.reply_port) if self.reply_port else None
         if sink is None:
+            if refused.quiet:
+                return
             down = Down("failed", f"{self.line.path.text} {refused.reason}")
             target = Envelope(Kind.CALL, 0, 0, 0, runtime.key, self.sender.actor_id.number, self.parts)
             self.sender.undeliverable(target, down.because(refused.down) if refused.down is not None else down)

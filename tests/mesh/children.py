@@ -63,6 +63,20 @@ class Slow(Storyteller):
         super().__init__(port, "slow")
 
 
+class Teller(Actor):
+    """Tells a port what it is told, before anything else happens."""
+
+    def __init__(self, port: Port[Any]) -> None:
+        self.port = port
+
+    @endpoint
+    def tell(self, value: Any, dies: bool) -> Any:
+        self.port.send(value)
+        if dies:
+            raise SystemExit(3)
+        return value
+
+
 class Stubborn(Storyteller):
     """Does not end."""
 

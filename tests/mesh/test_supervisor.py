@@ -5,18 +5,19 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import threading
 import time
 from typing import Any
 
 import pytest
 
 import monarch.supervision
-from monarch.actor import ActorError, ActorMesh, Channel, SupervisionError, context, this_host, this_proc
+from monarch.actor import ActorError, Channel, SupervisionError, context, this_host, this_proc
 from monarch.errors import MeshError
 from monarch.supervision import Child, Restart, Strategy, Supervisor
 from monarch.testing import TestClient, wait_until_gone
 from tests.mesh.actors import Worker
-from tests.mesh.children import Caller, Shop, Slow, Storyteller, Stubborn
+from tests.mesh.children import Caller, Shop, Slow, Storyteller, Stubborn, Teller
 
 LIMIT_S = 20.0
 
@@ -165,6 +166,39 @@ def test_a_restart_that_fails_is_tried_again_and_callers_wait(client: TestClient
     assert "not this time" in status.last_failure
 
 
+def test_many_callers_over_many_deaths_lose_nothing_and_repeat_nothing(client: TestClient, channel: Any) -> None:
+    """Every call ends; what succeeded ran once, what failed at most once; each thread's calls ran in their order."""
+    port, receiver = channel
+    supervisor = supervise(Child("teller", Teller, port), max_restarts=1000)
+    teller = supervisor.child("teller")
+    outcomes: dict[int, list[tuple[int, bool]]] = {}
+
+    def call(thread: int) -> None:
+        mine = outcomes[thread] = []
+        for number in range(100):
+            future = teller.tell.call_one((thread, number), dies=number % 20 == thread)
+            mine.append((number, future.exception(LIMIT_S) is None))
+
+    threads = [threading.Thread(target=call, args=(thread,)) for thread in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+
+    assert {thread: len(mine) for thread, mine in outcomes.items()} == dict.fromkeys(range(4), 100)
+    assert teller.tell.call_one("end", dies=False).get(LIMIT_S) == "end"
+    told: list[Any] = []
+    while not told or told[-1] != "end":
+        told.append(receiver.recv().get(LIMIT_S))
+    told.pop()
+    assert len(set(told)) == len(told), "nothing ran twice"
+    for thread, mine in outcomes.items():
+        ran = [number for each, number in told if each == thread]
+        assert ran == sorted(ran)
+        assert {number for number, ok in mine if ok} <= set(ran)
+        assert sum(not ok for _, ok in mine) >= 5  # its own deadly ones
+
+
 # ---- who is restarted
 
 
@@ -189,7 +223,7 @@ def test_a_strategy_restarts_whom_it_should_in_order(
     assert heard(receiver, len(story)) == story
     for name in "abc":
         assert supervisor.child(name).echo.call_one(name).get(LIMIT_S) == name
-    ActorMesh.stop(supervisor).get(LIMIT_S)
+    supervisor.stop().get(LIMIT_S)
     assert heard(receiver, 3) == ["-c", "-b", "-a"]
 
 
@@ -375,7 +409,7 @@ def test_a_stop_stops_the_youngest_first_and_leaves_nothing(real_client: TestCli
     pids = [child.pid.call_one().get(LIMIT_S) for child in children]
     assert heard(receiver, 3) == ["+a", "+b", "+c"]
 
-    ActorMesh.stop(supervisor).get(LIMIT_S)
+    supervisor.stop().get(LIMIT_S)
 
     assert heard(receiver, 3) == ["-c", "-b", "-a"]
     for pid in pids:
@@ -393,7 +427,7 @@ def test_a_child_that_does_not_end_in_its_time_is_killed(real_client: TestClient
     pid = supervisor.child(child).pid.call_one().get(LIMIT_S)
     began_s = time.monotonic()
 
-    ActorMesh.stop(supervisor).get(LIMIT_S)
+    supervisor.stop().get(LIMIT_S)
 
     assert time.monotonic() - began_s < 2.0
     wait_until_gone(pid)

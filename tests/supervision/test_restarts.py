@@ -139,6 +139,12 @@ def test_a_group_counts_once():
     assert out == ["+a", "+b", "", "-b", "+a", "+b", "", "!b"]
 
 
+def test_a_sibling_that_dies_while_it_waits_to_be_stopped_does_not_count():
+    out = play(machine_of("one_for_all", limit=1), "a b c", f"{UP} a! b! c. a b c")
+
+    assert out == [*BORN, "-c", "", "+a", "+b", "+c", ""]
+
+
 def test_after_giving_up_nothing_is_started():
     machine = machine_of(limit=0)
     out = play(machine, "a b", "a b a! b! ?")
@@ -380,5 +386,5 @@ class Interleavings(RuleBasedStateMachine):
         assert len(set(self.forgotten)) == len(self.forgotten)
 
 
-Interleavings.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+Interleavings.TestCase.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
 TestInterleavings = Interleavings.TestCase

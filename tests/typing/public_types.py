@@ -27,6 +27,7 @@ from monarch.actor import (
     this_host,
     this_proc,
 )
+from monarch.supervision import Child, Supervisor
 
 
 class Worker(Actor):
@@ -125,3 +126,13 @@ def channels(worker: Worker) -> None:
 
 def endpoints_are_values(worker: Worker) -> Endpoint[[int, int], int]:
     return worker.add
+
+
+def supervised() -> None:
+    spec = Child("worker", Worker, 2.0)
+    supervisor = this_proc().spawn("supervisor", Supervisor, [spec], max_restarts=1)
+    assert_type(supervisor, Supervisor)
+    assert_type(supervisor.child(spec), Worker)
+    assert_type(supervisor.child(spec).add.call_one(1, b=2), Future[int])
+    Child("worker", Worker, "two")  # type: ignore[arg-type]
+    assert_type(spec.options(restart="transient"), Child[Worker])

@@ -183,7 +183,7 @@ class _Inbox:
 
 
 class PortReceiver(Generic[T]):
-    """The receiving half of a channel: FIFO, and not sendable. When it is collected, what is sent to its port comes back
+    """The receiving half of a channel: FIFO, and not sendable. Once it is collected, what is sent to its port goes back
     to the senders."""
 
     def __init__(self, inbox: _Inbox) -> None:

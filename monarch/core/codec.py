@@ -240,7 +240,9 @@ def _reduce_code(code: CodeType, outbox: Outbox) -> Any:
     """Code that travels by value keeps the name of its file, which cloudpickle drops for the sake of equal pickles: a
     traceback without it helps nobody."""
     make, arguments, *rest = _cloudpickle._code_reduce(code)
-    named = tuple(code.co_filename if argument == _NO_FILE else argument for argument in arguments)
+    named = tuple(
+        code.co_filename if type(argument) is str and argument == _NO_FILE else argument for argument in arguments
+    )
     return (make, named, *rest)
 
 

@@ -19,6 +19,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, Protocol
 
+from monarch.core.held import NOTHING_HELD, Held, NothingHeld, on_main_thread
+
 _TAKE_OVER_S: Final = 0.010
 
 
@@ -136,18 +138,31 @@ class CallerDriver:
         if signal.is_set:
             return True
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
-        while not signal.is_set:
+        if not on_main_thread():
+            return self._wait(signal, deadline_s, NOTHING_HELD)
+        while True:
+            with Held(signal.nudge) as held:
+                done = self._wait(signal, deadline_s, held)
+            if not held.noted:
+                return done
+
+    def _wait(self, signal: Signal, deadline_s: float | None, held: Held | NothingHeld) -> bool:
+        """As `wait`; also returns when a signal is held back."""
+        while not signal.is_set and not held.noted:
             left_s = None if deadline_s is None else deadline_s - time.monotonic()
             if left_s is not None and left_s <= 0:
                 if not self._lead.locked():
                     self._promote()  # this thread may have been chosen to lead at the moment when its time was over
                 return False
             if self._stopping:
-                return _sleep_until_set(signal, left_s)
+                if held is NOTHING_HELD:
+                    return _sleep_until_set(signal, left_s)
+                signal.sleep(left_s)
+                continue
             if self._lead.acquire(blocking=False):
                 self._leads += 1
                 try:
-                    self._lead_until(signal, deadline_s)
+                    self._lead_until(signal, deadline_s, held)
                 finally:
                     self._led_at_s = time.monotonic()
                     self._lead.release()
@@ -156,14 +171,14 @@ class CallerDriver:
                         self._side_rests = False
                         self._side_signal.nudge()
             else:
-                self._follow(signal, left_s)
-        return True
+                self._follow(signal, left_s, held)
+        return signal.is_set
 
-    def _lead_until(self, signal: Signal, deadline_s: float | None) -> None:
+    def _lead_until(self, signal: Signal, deadline_s: float | None, held: Held | NothingHeld) -> None:
         signal.wake = self._wake
         self._leader = threading.get_ident()
         try:
-            while not signal.is_set and not self._stopping:
+            while not signal.is_set and not self._stopping and not held.noted:
                 left_s = None if deadline_s is None else deadline_s - time.monotonic()
                 if left_s is not None and left_s <= 0:
                     return
@@ -172,21 +187,21 @@ class CallerDriver:
             signal.wake = None
             self._leader = 0
 
-    def _follow(self, signal: Signal, left_s: float | None) -> None:
+    def _follow(self, signal: Signal, left_s: float | None, held: Held | NothingHeld) -> None:
         self._followers.append(signal)
         try:
             if not self._lead.locked():
                 return  # the leader left before it could see this follower
             if self._side_leads:
                 self._wake()
-            if not signal.is_set:
+            if not signal.is_set and not held.noted:
                 signal.sleep(left_s)
         finally:
             try:
                 self._followers.remove(signal)
             except ValueError:
                 # Promoted. When the signal was set at the same moment, this thread will not lead: pass it on.
-                if signal.is_set:
+                if signal.is_set or held.noted:
                     self._promote()
 
     def _promote(self) -> None:

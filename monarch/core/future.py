@@ -16,9 +16,18 @@ from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from monarch.core.driver import Driver, Signal
+from monarch.core.held import ALL_BUT_INTERRUPT, Held, on_main_thread
 
 R = TypeVar("R")
 _cell_lock = threading.Lock()  # guards every future's completion and callbacks; held for some instructions only
+
+
+class Outcome(Exception):
+    """Raised by a thunk: `error`, of whatever kind, is what the call ended with."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(error)
+        self.error = error
 
 
 class Future(Generic[R]):
@@ -109,7 +118,7 @@ class Future(Generic[R]):
 
     def _fail(self, error: BaseException) -> bool:
         def thunk() -> R:
-            raise error
+            raise Outcome(error)
 
         return self._complete(thunk)
 
@@ -138,24 +147,36 @@ class Future(Generic[R]):
     def _resolve(self) -> R:
         """The value, or raises the exception. Runs the thunk once, in the first thread that looks."""
         if self._thunk is not None:
-            with _cell_lock:
-                if self._resolving is None:
-                    self._resolving = threading.RLock()
-                lock = self._resolving
-            with lock:
-                thunk = self._thunk
-                if thunk is not None:
-                    try:
-                        self._value = thunk()
-                    except BaseException as error:
-                        self._traceback = error.__traceback__
-                        self._error = error
-                    self._thunk = None
+            if on_main_thread():
+                # What the handler of an alarm raises is not the result. An interrupt is told by its kind, below.
+                with Held(numbers=ALL_BUT_INTERRUPT):
+                    self._decode()
+            else:
+                self._decode()
         if self._error is not None:
             # Every raise prepends its frames to the traceback of the object: start over, or it grows with each look.
             raise self._error.with_traceback(self._traceback)
         value: R = self._value
         return value
+
+    def _decode(self) -> None:
+        with _cell_lock:
+            if self._resolving is None:
+                self._resolving = threading.RLock()
+            lock = self._resolving
+        with lock:
+            thunk = self._thunk
+            if thunk is not None:
+                try:
+                    self._value = thunk()
+                except Outcome as outcome:
+                    self._error = outcome.error
+                except Exception as error:
+                    self._error = error
+                # Another BaseException interrupts this look, and is not what the call ended with: look again.
+                if self._error is not None:
+                    self._traceback = self._error.__traceback__
+                self._thunk = None
 
     def _wait(self, timeout: float | None) -> bool:
         if self._done:

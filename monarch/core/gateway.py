@@ -157,7 +157,10 @@ class Gateway:
         while self._corked:
             peer = self._corked.popleft()
             link = peer.link
-            if link is not None:
+            if link is not None and peer.torn:
+                peer.torn = False
+                self._lost(peer, link, RuntimeError("sending was interrupted"))
+            elif link is not None:
                 self._on_link(peer, link, WRITABLE)
         self._poller.poll(timeout_s)
 
@@ -196,11 +199,15 @@ class Gateway:
             return down
         if peer.state is State.NEW and not peer.connecting:
             self.connect(peer.proc)  # it is known, and nobody has dialed it yet
-        if may_wait and peer.is_full:
-            self._wait_for_room(peer)
+        if may_wait:
+            self.wait_for_room(peer.key)
         return None
 
-    def _wait_for_room(self, peer: Peer) -> None:
+    def wait_for_room(self, key: int) -> None:
+        """Block while the buffer of that peer is full. Never from the pump."""
+        peer = self.peers.get(key)
+        if peer is None or not peer.is_full:
+            return
         signal = Signal()
         while not self._closed and peer.wants_room(signal):
             self.driver.wait(signal, 1.0)

@@ -27,6 +27,7 @@ from collections.abc import Callable, Coroutine
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from monarch.core import exceptions
 from monarch.core.driver import Signal
 from monarch.core.envelope import Envelope, Flag
 from monarch.core.ids import ActorId
@@ -180,10 +181,23 @@ class Instance(Sender):
         asyncio.set_event_loop(loop)
         try:
             loop.call_soon(self._construct)
-            loop.run_forever()
+            self._run_loop()
         finally:
             self._finish_loop()
             asyncio.set_event_loop(None)
+
+    def _run_loop(self) -> None:
+        """Run until the actor has ended. asyncio lets a SystemExit or KeyboardInterrupt of any task through: it ends
+        the actor, and not the process."""
+        while True:
+            try:
+                self._loop.run_forever()
+                return
+            except (SystemExit, KeyboardInterrupt) as error:
+                name, text = exceptions.type_name(error), exceptions.text_of(error)
+                pid, host = self.proc_runtime.whereabouts()
+                reason = f"a task of the actor raised {name}: {text}"
+                self._end(Down("failed", reason, pid, host, error=reason, traceback=exceptions.format_remote(error)))
 
     def _construct(self) -> None:
         try:

@@ -66,6 +66,8 @@ class Peer:
     said_goodbye: bool = False
     connecting: bool = False
     down: Down | None = None
+    torn: bool = False
+    """Sending was interrupted in the middle: the pump is to end the link."""
     breaks: int = 0
     """How often its link broke."""
     lock: threading.Lock = field(factory=threading.Lock)
@@ -86,10 +88,16 @@ class Peer:
     def send(self, parts: list[Buffer]) -> Down | None:
         """Number a message `[head, *parts]` and put it on its way; returns why not, when the peer is gone."""
         size_bytes = sum(map(len, parts))
-        with self.lock:
-            if self.down is not None:
-                return self.down
-            self._send_now(self.session.wrap(parts, size_bytes), size_bytes)
+        try:
+            with self.lock:
+                if self.down is not None:
+                    return self.down
+                self._send_now(self.session.wrap(parts, size_bytes), size_bytes)
+        except BaseException:
+            # A signal's handler raised, and nobody knows how far this got: the session begins again on a new link.
+            self.torn = True
+            self.cork(self)
+            raise
         return None
 
     def say(self, kind: FrameType) -> None:

@@ -112,6 +112,11 @@ class Proc:
         if down is not None:
             self.bounce(envelope, down)
 
+    def wait_for_room(self, key: int) -> None:
+        """Block while the process `key` has more to take in than `send_buffer_bytes`. Never from the pump."""
+        if key != self.key:
+            self.gateway.wait_for_room(key)
+
     def bounce(self, envelope: Envelope, down: Down) -> None:
         """Tell the sender of `envelope`, here or elsewhere, that it was not delivered."""
         if envelope.kind == Kind.BOUNCE:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from monarch.core import codec
 from monarch.core.envelope import Envelope, Flag, Kind
 from monarch.core.future import Future
+from monarch.core.held import Held, on_main_thread
 from monarch.core.ids import ProcId
 from monarch.errors import MonarchError, SupervisionError
 from monarch.mesh.actor import ActorClass, MeshMethod, class_of
@@ -157,11 +158,25 @@ class ActorMesh(MeshView, Generic[A]):
     ) -> None:
         """Send a CALL to every member, or `only` to the one at that position. The sender's order per member is given
         here, before anything is sent."""
+        targets = self._targets if only is None else self._targets[only : only + 1]
+        first = only or 0
+        if on_main_thread():
+            # An exception from a signal's handler between a number and its message would leave a hole in the order.
+            with Held():
+                self._send_all(sender, parts, reply_port, targets, first)
+        else:
+            self._send_all(sender, parts, reply_port, targets, first)
+        if may_wait:
+            for key, _ in targets:
+                sender.proc_runtime.wait_for_room(key)
+
+    def _send_all(
+        self, sender: Spawner, parts: list[Any], reply_port: int, targets: Sequence[tuple[int, ProcId]], first: int
+    ) -> None:
         runtime = sender.proc_runtime
         own, source, number = runtime.key, sender.actor_id.number, self._number
-        targets = enumerate(self._targets) if only is None else ((only, self._targets[only]),)
         local = 0
-        for rank, (key, proc) in targets:
+        for rank, (key, proc) in enumerate(targets, first):
             each = parts
             if key == own:
                 # Members in this process read the same memory: all but the first get a copy of their own.
@@ -169,11 +184,11 @@ class ActorMesh(MeshView, Generic[A]):
                 if local > 1:
                     each = [parts[0], *codec.private_parts(parts[1:])]
             seq = sender.next_seq(key, number)
-            call = Envelope(Kind.CALL, key, number, 0, own, source, each, Flag.SEQUENCED, rank, seq, reply_port)
             try:
-                runtime.send(call, proc, may_wait=may_wait)
+                call = Envelope(Kind.CALL, key, number, 0, own, source, each, Flag.SEQUENCED, rank, seq, reply_port)
+                runtime.send(call, proc, may_wait=False)
             except BaseException:
-                # An interrupt, perhaps before the message was on its way: later ones must not wait for its number.
+                # Later messages must not wait for the number of one that is not on its way.
                 flags = Flag.SEQUENCED | Flag.SKIP | Flag.SILENT
                 runtime.send(Envelope(Kind.CALL, key, number, 0, own, source, [], flags, rank, seq), proc)
                 raise

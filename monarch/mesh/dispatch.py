@@ -322,7 +322,9 @@ class ActorBehavior:
     async def _cleanup_async(self, handler: Callable[[Exception | None], Any], reason: Exception | None) -> Down | None:
         try:
             await handler(reason)
-        except Exception as error:
+        except BaseException as error:
+            if isinstance(error, asyncio.CancelledError):
+                raise  # its time is over
             return self._failed(f"{self._instance.member}: __cleanup__ raised", error)
         return None
 

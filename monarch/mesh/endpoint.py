@@ -58,6 +58,7 @@ class EndpointProperty(Generic[P, R]):
         self._concurrent = concurrent
         self.__name__ = getattr(method, "__name__", "endpoint")
         self.__doc__ = method.__doc__
+        self.__isabstractmethod__ = getattr(method, "__isabstractmethod__", False)
 
     @overload
     def __get__(self, instance: None, owner: type) -> EndpointProperty[P, R]: ...
@@ -230,7 +231,7 @@ class Endpoint(Generic[P, R]):
         self._spec.check(args, kwargs)
         return [self._description, *codec.encode_call(args, kwargs)]
 
-    def call(self, *args: P.args, **kwargs: P.kwargs) -> Future[ValueMesh[R]]:
+    def call(self, /, *args: P.args, **kwargs: P.kwargs) -> Future[ValueMesh[R]]:
         """Call all members; the result has the view's shape.
 
         Resolves when all have replied; if any replied with an exception, raises that of the lowest-numbered one, as
@@ -242,7 +243,7 @@ class Endpoint(Generic[P, R]):
         self._mesh._cast(sender, parts, reply.number)
         return reply.future
 
-    def call_one(self, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
+    def call_one(self, /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Call the only member.
 
         Raises:
@@ -260,7 +261,7 @@ class Endpoint(Generic[P, R]):
         mesh._cast(sender, parts, reply.number)
         return reply.future
 
-    def choose(self, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
+    def choose(self, /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Call one member, drawn at random for each call."""
         mesh = self._mesh
         rank = _drawn(mesh, self._spec.name)
@@ -270,7 +271,7 @@ class Endpoint(Generic[P, R]):
         mesh._cast(sender, parts, reply.number, rank)
         return reply.future
 
-    def stream(self, *args: P.args, **kwargs: P.kwargs) -> Iterator[Future[R]]:
+    def stream(self, /, *args: P.args, **kwargs: P.kwargs) -> Iterator[Future[R]]:
         """Call all members, at once; the i-th future of the iterator is the i-th reply to arrive."""
         parts = self._encode(args, kwargs)
         sender = context().actor_instance
@@ -278,16 +279,16 @@ class Endpoint(Generic[P, R]):
         self._mesh._cast(sender, parts, reply.number)
         return iter(reply.futures)
 
-    def broadcast(self, *args: P.args, **kwargs: P.kwargs) -> None:
+    def broadcast(self, /, *args: P.args, **kwargs: P.kwargs) -> None:
         """Send to all members, and expect no reply: an exception in the endpoint ends its actor, whose owner hears."""
         parts = self._encode(args, kwargs)
         self._mesh._cast(context().actor_instance, parts, 0)
 
-    def rref(self, *args: P.args, **kwargs: P.kwargs) -> R:
+    def rref(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call with distributed tensors, and get distributed tensors."""
         raise NotImplementedError("rref needs distributed tensors, which are planned; this version has none")
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         name = self._spec.name
         raise TypeError(f"an endpoint is called by an adverb: {name}.call(...), .call_one(...), .broadcast(...), ...")
 

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 
 from monarch.core import codec, exceptions
 from monarch.core.envelope import Envelope, Flag, Kind
-from monarch.core.future import Future
+from monarch.core.future import Future, Outcome
 from monarch.core.ids import ActorId, PortId
 from monarch.core.monitor import Down
 from monarch.core.proc import Proc
@@ -126,7 +126,7 @@ def decode_value(envelope: Envelope, explain: Callable[[int], str]) -> Any:
         return codec.decode(envelope.parts)
     error, formatted = exceptions.decode_exception(envelope.parts)
     if envelope.flags & Flag.RAW_ERROR:
-        raise error
+        raise Outcome(error)
     raise ActorError(error, explain(envelope.rank), formatted)
 
 

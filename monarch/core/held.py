@@ -1,0 +1,79 @@
+"""Signals that wait: Python's handlers run in the main thread, between any two of its instructions.
+
+While the main thread moves frames, an exception from a handler (KeyboardInterrupt, a time-out by SIGALRM) would tear a
+message apart. So it holds the handlers back meanwhile: a signal is noted, the wait ends early, and the handlers run then,
+with nothing half done. A block costs 1.3 us.
+"""
+
+from __future__ import annotations
+
+# `signal` makes enums of what goes in and out of these, and takes 13 us where they take 1.3.
+import _signal  # type: ignore[import-not-found]
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any, Final
+
+_HELD: Final = tuple(
+    int(getattr(signal, name))
+    for name in ("SIGINT", "SIGALRM", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGPROF", "SIGVTALRM")
+    if hasattr(signal, name)
+)
+ALL_BUT_INTERRUPT: Final = tuple(number for number in _HELD if number != signal.SIGINT)
+
+
+class Held:
+    """The signals that a block of the main thread holds back; their handlers run at its end, and may raise there.
+
+    Attributes:
+        noted: whether a signal came. `nudge` was called then, to end a wait.
+    """
+
+    __slots__ = ("_handlers", "_nudge", "_numbers", "_pending", "noted")
+
+    def __init__(self, nudge: Callable[[], None] = lambda: None, numbers: Sequence[int] = _HELD) -> None:
+        self._nudge = nudge
+        self._numbers = numbers
+        self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
+        self._pending: list[tuple[int, FrameType | None]] = []
+        self.noted = False
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.noted = True
+        self._pending.append((number, frame))
+        self._nudge()
+
+    def __enter__(self) -> Held:
+        for number in self._numbers:
+            handler = _signal.getsignal(number)
+            if callable(handler):
+                self._handlers[number] = handler
+                _signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        failed: BaseException | None = None
+        for number, handler in self._handlers.items():
+            try:
+                _signal.signal(number, handler)
+            except BaseException as error:  # of one that was restored before, whose signal came just now
+                failed = error
+        if failed is not None:
+            raise failed
+        while self._pending:
+            number, frame = self._pending.pop(0)
+            self._handlers[number](number, frame)
+
+
+class NothingHeld:
+    """For threads in which no handler ever runs."""
+
+    noted: Final = False
+
+
+NOTHING_HELD: Final = NothingHeld()
+
+
+def on_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

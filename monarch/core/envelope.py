@@ -42,6 +42,8 @@ class Flag:
     """Do not report it when this message bounces."""
     BEGUN: Final = 16
     """The actor was serving this message when it ended."""
+    UNSURE: Final = 64
+    """It was on its way to a process that is gone, and may have arrived."""
     SKIP: Final = 32
     """Stands for a number of its sender's that no message will have."""
     SEQUENCED: Final = 8

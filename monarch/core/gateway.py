@@ -14,6 +14,7 @@ address where nobody listens any more is the evidence.
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import threading
@@ -25,7 +26,7 @@ from typing import Final
 from attrs import define
 
 from monarch.core.driver import Driver, Signal
-from monarch.core.envelope import Envelope, Kind, parse
+from monarch.core.envelope import Envelope, Flag, Kind, parse
 from monarch.core.ids import ProcId
 from monarch.core.monitor import Down
 from monarch.core.peer import Peer, State
@@ -40,6 +41,7 @@ log = get_logger("monarch.gateway")
 
 _HELLO_LIMIT_S: Final = 10.0
 _GOODBYE_LIMIT_S: Final = 0.25
+_GONE_KEPT: Final = 256
 _REDIAL_FIRST_S: Final = 0.005
 _REDIAL_MOST_S: Final = 0.5
 
@@ -76,6 +78,7 @@ class Gateway:
         self.driver = driver
         self.limits = limits if limits is not None else Limits()
         self.peers: dict[int, Peer] = {}
+        self._gone: deque[int] = deque()  # keys of the last peers that are GONE; older ones are forgotten
         self._secret = secret
         self._deliver, self._on_gone, self._locate = deliver, on_gone, locate
         self._listener: Listener | None = None
@@ -370,6 +373,10 @@ class Gateway:
                     trouble = str(error)
                 except (OSError, MonarchError, ValueError) as error:
                     trouble = f"{type(error).__name__}: {error}"
+                    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+                        text = f"process {peer.proc.uid} cannot be reached: {trouble} (see `ulimit -n`)"
+                        down = Down("unreachable", text, peer.pid, peer.host)
+                        return
                 news.clear()
                 if peer.state not in (State.UP, State.GONE) and not self._closed:
                     self.driver.wait(news, min(left_s, pause_s))
@@ -541,11 +548,17 @@ class Gateway:
             waiting = peer.waiters()
         for parts in undelivered:
             envelope = parse(parts)
+            if peer.pid:
+                envelope.flags |= Flag.UNSURE  # it was up once: what it took in may have been acknowledged too late
             if envelope.kind != Kind.BOUNCE:
                 self._bounce(envelope, down)
         self._on_gone(peer, down)
         for notify in waiting:
             notify()
+        with self._lock:
+            self._gone.append(peer.key)
+            if len(self._gone) > _GONE_KEPT:
+                self.peers.pop(self._gone.popleft(), None)
 
     def when_settled(self, peer: Peer, notify: Callable[[], None]) -> None:
         """Call `notify` once, when the peer is up or gone; at once if it is."""

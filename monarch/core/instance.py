@@ -23,8 +23,10 @@ import itertools
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Coroutine
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from monarch.core import exceptions
@@ -59,6 +61,14 @@ class Sender:
         if counter is None:
             counter = self._counters.setdefault((proc_key, actor_number), itertools.count())
         return next(counter)
+
+    def forget(self, proc_key: int, actor_number: int | None = None) -> None:
+        """An actor, or all of a process, is gone: nothing more is sent there."""
+        if actor_number is not None:
+            self._counters.pop((proc_key, actor_number), None)
+            return
+        for target in [target for target in list(self._counters) if target[0] == proc_key]:
+            self._counters.pop(target, None)
 
     def undeliverable(self, envelope: Envelope, down: Down) -> None:
         """A message of this sender that nobody waits for came back. Runs on the driving thread."""
@@ -304,7 +314,7 @@ class Instance(Sender):
             await asyncio.wait(others, timeout=1.0)
         proc = self.proc_runtime
         proc.gateway.call_later(
-            proc.cleanup_timeout_s + proc.release_timeout_s, lambda: self._report(self._overdue(down))
+            proc.cleanup_timeout_s + proc.release_timeout_s, partial(_overdue, weakref.ref(self), down)
         )
         try:
             hidden_loop(lambda: self._behavior.release(down))
@@ -321,11 +331,6 @@ class Instance(Sender):
             except TimeoutError:
                 log.warning("cleanup.overdue", actor=self.actor_id.name, limit_s=proc.cleanup_timeout_s)
         self.down = down
-
-    def _overdue(self, down: Down) -> Down:
-        if self.state is not State.ENDED:
-            log.warning("cleanup.overdue", actor=self.actor_id.name, limit_s=self.proc_runtime.cleanup_timeout_s)
-        return down
 
     def _finish_loop(self) -> None:
         """Cancel what the user left on the loop, close it, and report."""
@@ -362,3 +367,11 @@ class Instance(Sender):
             return None
         name, since_s = doing
         return f"{self.actor_id.name}.{name} has been running for {time.time() - since_s:.1f} s"
+
+
+def _overdue(instance: weakref.ref[Instance], down: Down) -> None:
+    """The time for an actor's end is over: report it, even if its thread is still busy with that."""
+    found = instance()
+    if found is not None and found.state is not State.ENDED:
+        log.warning("cleanup.overdue", actor=found.actor_id.name, limit_s=found.proc_runtime.cleanup_timeout_s)
+        found._report(down)

@@ -18,7 +18,7 @@ from monarch.log import get_logger
 
 log = get_logger("monarch.monitor")
 
-_TOMBSTONES: Final = 10_000
+_TOMBSTONES: Final = 2_000
 
 
 @define(frozen=True)

@@ -285,6 +285,7 @@ class Proc:
             except Exception:
                 log.exception("port.failed", reason=down.reason)
         for actor in list(self.actors.values()):
+            actor.forget(key)
             if isinstance(actor, Instance):
                 actor.mailbox.forget_sender(key)
         for hook in list(self.on_proc_gone):

@@ -37,6 +37,11 @@ _OWN_NAMES = frozenset(
 )
 
 
+RESERVED = frozenset(
+    ["_cls", "_known", "_name", "_number", "_owned", "_procs", "_region", "_targets", "_whole", "_class_name", READY]
+)
+
+
 class ActorMesh(MeshView, Generic[A]):
     """Actors of one class, one in each process of a mesh. Its attributes are the endpoints of the class."""
 

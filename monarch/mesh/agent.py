@@ -10,6 +10,7 @@ A process may have a gate: while a bootstrap function runs in it, which came fir
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -214,8 +215,10 @@ class MeshProc(Proc):
                 actor.request_stop(Down("stopped", f"its owner's process is gone: {down.reason}"))
 
 
-def release_owned(owner: Spawner, down: Down) -> None:
-    """Stop what `owner` owns, the youngest first, and wait for it, bounded."""
+def release_owned(owner: Spawner, down: Down, limit_s: float | None = None) -> None:
+    """Stop what `owner` owns, the youngest first, and wait for it: `release_timeout_s` for each mesh, or `limit_s` for
+    all, after which nobody is surprised."""
+    deadline_s = None if limit_s is None else time.monotonic() + limit_s
     if owner.on_release is not None:
         owner.on_release(down)
     runtime = owner.proc_runtime
@@ -223,6 +226,8 @@ def release_owned(owner: Spawner, down: Down) -> None:
     stops = [each.stop(f"its owner ended: {down.reason}") for each in owned]
     for each, future in zip(owned, stops, strict=True):
         try:
-            future.get(timeout=runtime.release_timeout_s)
+            left_s = runtime.release_timeout_s if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+            future.get(timeout=left_s)
         except Exception as error:
-            log.warning("release.failed", owner=str(owner), mesh=each.name, error=str(error))
+            report = log.warning if deadline_s is None else log.debug
+            report("release.failed", owner=str(owner), mesh=each.name, error=str(error))

@@ -77,6 +77,8 @@ def main(payload: bytes) -> None:
     def on_gone(key: int, down: Down) -> None:
         if key == keeper.key:
             # Nobody is left to report to; the guardian of the host ends this process anyway.
+            if not down.pid:
+                sys.stderr.write(f"process {boot.proc.uid} could not come up: {down.reason}\n")
             runtime.stop_all(f"the client's process is gone: {down.reason}")
             timer = threading.Timer(_LAST_WORDS_S, os._exit, (1,))
             timer.daemon = True

@@ -102,8 +102,8 @@ class RootClient(ProcClient):
             return  # a fork of the client owns nothing
         if self._shutdown is None:
             self._shutdown = Future._pending(None)
-            self.proc_runtime.release_timeout_s = _EXIT_BUDGET_S
-            release_owned(self, Down("stopped", "the client has ended"))
+            self.proc_runtime.ports.clear()  # daemon threads that wait for an answer end with the program, silently
+            release_owned(self, Down("stopped", "the client has ended"), _EXIT_BUDGET_S)
             self.agent.close(0.2)
             self.proc_runtime.close(0.5)
         else:

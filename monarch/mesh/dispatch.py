@@ -10,7 +10,9 @@ import asyncio
 import contextvars
 import functools
 import inspect
+import os
 import pickle
+import sys
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -56,6 +58,7 @@ class ActorBehavior:
         self._described: dict[bytes, tuple[str, Extent, dict[str, Any] | None]] = {}
         self._doing: dict[object, tuple[str, float]] = {}
         self._owed: set[Envelope] = set()
+        self._pid = os.getpid()
 
     # ---- birth
 
@@ -159,9 +162,12 @@ class ActorBehavior:
         asyncio._set_running_loop(None)
         try:
             result = spec.method(self._actor, *args, **kwargs)
+            self._end_if_forked(None)
         except Exception as error:
+            self._end_if_forked(error)
             return self._endpoint_failed(envelope, spec, port, error)
         except BaseException as error:
+            self._end_if_forked(error)
             return self._failed(f"endpoint {spec.name} raised", error)
         finally:
             asyncio._set_running_loop(loop)
@@ -176,9 +182,12 @@ class ActorBehavior:
         self._doing[envelope] = (spec.name, time.time())
         try:
             result = await spec.method(self._actor, *args, **kwargs)
+            self._end_if_forked(None)
         except Exception as error:
+            self._end_if_forked(error)
             return self._endpoint_failed(envelope, spec, port, error)
         except BaseException as error:
+            self._end_if_forked(error)
             if isinstance(error, asyncio.CancelledError) and self._instance.down is not None:
                 raise  # the actor is ending
             if spec.concurrent and port is not None and not spec.sends_itself:
@@ -191,6 +200,21 @@ class ActorBehavior:
         if not spec.sends_itself:
             return self._reply(envelope, port, result)
         return None
+
+    def _end_if_forked(self, error: BaseException | None) -> None:
+        """A child that the user forked in an endpoint came out of it: it ends here, as a script would at its last line,
+        and does not answer in the actor's name."""
+        if os.getpid() == self._pid:
+            return
+        status = 0
+        if isinstance(error, SystemExit):
+            status = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+        elif error is not None:
+            sys.excepthook(type(error), error, error.__traceback__)
+            status = 1
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
     def _broken(self, envelope: Envelope, spec: EndpointSpec, error: BaseException) -> Down:
         down = self._failed(f"endpoint {spec.name} raised", error)

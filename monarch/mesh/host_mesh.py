@@ -104,6 +104,11 @@ class HostMesh(MeshView):
         """
         name = "anon" if name is None else name
         per_host = dict(per_host or {})
+        for label, size in per_host.items():
+            if not isinstance(label, str) or not label:
+                raise TypeError(f"per_host has the label {label!r}; it must be a non-empty str")
+            if not isinstance(size, int) or isinstance(size, bool):
+                raise TypeError(f"per_host has the size {size!r} for {label!r}; it must be an int")
         labels = [*self._region.labels, *per_host]
         if len(set(labels)) != len(labels):
             twice = sorted({label for label in labels if labels.count(label) > 1})

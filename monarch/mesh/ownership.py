@@ -61,6 +61,7 @@ class OwnedActors:
             self.downs[rank] = down
             all_down = len(self.downs) == len(self.procs)
             expected = down.stopped or (self._stopping is not None and down.kind != "failed")
+        self.owner.forget(self.procs[rank].key, self.number)
         if all_down:
             self.owner.owned.pop(self.number, None)
             self._books.actors.pop(self.number, None)

@@ -23,7 +23,7 @@ from monarch.errors import ActorError
 from monarch.mesh.context import Spawner, context
 from monarch.mesh.shape import Region
 from monarch.mesh.value_mesh import ValueMesh
-from monarch.supervision.failure import call_failed
+from monarch.supervision.failure import Fate, call_failed
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -130,6 +130,13 @@ def decode_value(envelope: Envelope, explain: Callable[[int], str]) -> Any:
     raise ActorError(error, explain(envelope.rank), formatted)
 
 
+def fate_of(bounce: Envelope) -> Fate:
+    """What became of a message that came back."""
+    if bounce.flags & Flag.BEGUN:
+        return Fate.BEGUN
+    return Fate.UNKNOWN if bounce.flags & Flag.UNSURE else Fate.UNSERVED
+
+
 class _Inbox:
     """What a channel's port number stands for: values that have arrived, and futures that want one. It outlives its
     receiver only while a future still waits."""
@@ -172,7 +179,7 @@ class _Inbox:
 
     def bounced(self, envelope: Envelope, down: Down) -> None:
         """A message that was to be answered here was not delivered."""
-        error = call_failed("that was asked", envelope.rank, "", down, None)
+        error = call_failed("that was asked", envelope.rank, "", down, None, fate_of(envelope))
         with self._lock:
             future = self._wanted.popleft() if self._wanted else None
         if future is not None:
@@ -244,9 +251,9 @@ class Members:
     def call_text(self, rank: int) -> str:
         return f"Actor call {self.describe(rank)}.{self.method} failed."
 
-    def error(self, rank: int, down: Down, begun: bool = False) -> Exception:
+    def error(self, rank: int, down: Down, fate: Fate = Fate.UNKNOWN) -> Exception:
         base = self.region.slice()[rank]
-        return call_failed(self.describe(rank), base, self.mesh_name, down, f"{self.mesh_name}.{self.method}", begun)
+        return call_failed(self.describe(rank), base, self.mesh_name, down, f"{self.mesh_name}.{self.method}", fate)
 
     def pending_text(self) -> str:
         return f"the answer of {self.mesh_name}.{self.method}() on {len(self.keys)} actor(s)"
@@ -273,7 +280,7 @@ class OneReply(Generic[R]):
 
     def bounced(self, envelope: Envelope, down: Down) -> None:
         self._runtime.ports.pop(self._number, None)
-        self.future._fail(self._members.error(self._rank, down, bool(envelope.flags & Flag.BEGUN)))
+        self.future._fail(self._members.error(self._rank, down, fate_of(envelope)))
 
     def proc_gone(self, key: int, down: Down) -> None:
         if self._members.keys[self._rank] == key:
@@ -325,7 +332,7 @@ class MeshReply(Generic[R]):
         return ValueMesh._lazy(self._members.region.extent, decoders)
 
     def bounced(self, envelope: Envelope, down: Down) -> None:
-        self._fail(envelope.rank, down, bool(envelope.flags & Flag.BEGUN))
+        self._fail(envelope.rank, down, fate_of(envelope))
 
     def proc_gone(self, key: int, down: Down) -> None:
         for rank, each in enumerate(self._members.keys):
@@ -333,9 +340,9 @@ class MeshReply(Generic[R]):
                 self._fail(rank, down)
                 return
 
-    def _fail(self, rank: int, down: Down, begun: bool = False) -> None:
+    def _fail(self, rank: int, down: Down, fate: Fate = Fate.UNKNOWN) -> None:
         self._runtime.ports.pop(self._number, None)
-        self.future._fail(self._members.error(rank, down, begun))
+        self.future._fail(self._members.error(rank, down, fate))
 
 
 def _decoder(envelope: Envelope) -> Callable[[], Any]:
@@ -377,7 +384,7 @@ class StreamReply(Generic[R]):
     def bounced(self, envelope: Envelope, down: Down) -> None:
         future = self._next(envelope.rank)
         if future is not None:
-            future._fail(self._members.error(envelope.rank, down, bool(envelope.flags & Flag.BEGUN)))
+            future._fail(self._members.error(envelope.rank, down, fate_of(envelope)))
 
     def proc_gone(self, key: int, down: Down) -> None:
         for rank, each in enumerate(self._members.keys):

@@ -12,7 +12,7 @@ from monarch.core.future import Future
 from monarch.core.ids import ProcId, new_number
 from monarch.errors import ActorError, SupervisionError
 from monarch.mesh.actor import Actor, class_of
-from monarch.mesh.actor_mesh import ActorMesh, describe_member
+from monarch.mesh.actor_mesh import RESERVED, ActorMesh, describe_member
 from monarch.mesh.agent import SpawnInfo
 from monarch.mesh.context import context
 from monarch.mesh.ownership import OwnedActors, OwnedProcs, joined
@@ -79,8 +79,13 @@ class ProcMesh(MeshView):
         """
         if not (isinstance(Class, type) and issubclass(Class, Actor)):
             raise ValueError(f"spawn needs a subclass of Actor, not {Class!r}")
+        if not isinstance(name, str):
+            raise TypeError(f"the name of a mesh is a str, not {name!r}")
         self._refuse_stopped()
         known = class_of(Class)
+        taken = sorted(n for n in known.endpoints if n.startswith("_") and (n in RESERVED or hasattr(ActorMesh, n)))
+        if taken:
+            raise ValueError(f"{known.name} has endpoints whose names meshes use themselves: {', '.join(taken)}")
         known.check_kinds()
         known.check_arguments(args, kwargs)
         return cast(A, self._spawn(name, Class, args, kwargs))

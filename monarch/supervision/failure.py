@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from datetime import datetime
+from enum import StrEnum
 
 from attrs import define, field
 
@@ -57,14 +58,18 @@ class MeshFailure:
     __repr__ = __str__
 
 
+class Fate(StrEnum):
+    """What became of a call whose member is gone."""
+
+    UNSERVED = "The call was not served."
+    BEGUN = "The call had begun."
+    UNKNOWN = "Whether the call had run is not known."
+
+
 def call_failed(
-    member: str, rank: int, mesh_name: str, down: Down, endpoint: str | None, begun: bool = False
+    member: str, rank: int, mesh_name: str, down: Down, endpoint: str | None, fate: Fate
 ) -> SupervisionError:
-    """The error of a call to a member that is gone. `begun`: the member was serving it when it ended."""
-    if down.kind in ("exited", "killed", "unreachable"):
-        fate = "Whether the call had run is not known."
-    else:
-        fate = "The call had begun." if begun else "The call was not served."
+    """The error of a call to a member that is gone."""
     if down.stopped:
         text = f"Supervision event: actor {member} has status: stopped ({down.reason}). {fate}"
         return SupervisionError(text, endpoint)

@@ -1,8 +1,8 @@
 """Signals that wait: Python's handlers run in the main thread, between any two of its instructions.
 
 While the main thread moves frames, an exception from a handler (KeyboardInterrupt, a time-out by SIGALRM) would tear
-a message apart. So it holds the handlers back meanwhile: a signal is noted, the wait ends early, and the handlers run then,
-with nothing half done. A block costs 1.3 us.
+a message apart. So it holds the handlers back meanwhile: a signal is noted, the wait ends early, and the handlers run
+then, with nothing half done. A block costs 1.3 us.
 """
 
 from __future__ import annotations

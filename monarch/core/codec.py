@@ -137,7 +137,7 @@ def _survey(value: object, depth: int) -> int:
         return _OTHER
     if len(items) > _MAX_ITEMS:
         # The pickler is as fast as a look at each item; a sample finds the lists of large bytes.
-        return max(_bulk(item) if type(item) in _BULK else _OTHER for item in islice(items, _MAX_ITEMS))
+        return max([_OTHER, *(_bulk(item) for item in islice(items, _MAX_ITEMS) if type(item) in _BULK)])
     verdict = _SIMPLE
     for item in items:
         if type(item) in _ATOMS:

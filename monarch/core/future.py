@@ -7,11 +7,10 @@ decoding (and everything of the user's that it runs) happens in the first thread
 from __future__ import annotations
 
 import asyncio
-import inspect
 import math
 import threading
 import warnings
-from collections.abc import Awaitable, Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -273,10 +272,3 @@ class Future(Generic[R]):
     def __repr__(self) -> str:
         state = "pending" if not self._done else "failed" if self._error is not None else "done"
         return f"<Future {state}>"
-
-
-async def settle(value: Awaitable[R] | R) -> R:
-    """Await `value` if it is awaitable."""
-    if inspect.isawaitable(value):
-        return await value
-    return value

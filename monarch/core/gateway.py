@@ -40,7 +40,7 @@ from monarch.transports.base import Frame, Link, Listener, Transport
 log = get_logger("monarch.gateway")
 
 _HELLO_LIMIT_S: Final = 10.0
-_GOODBYE_LIMIT_S: Final = 0.25
+_GOODBYE_LIMIT_S: Final = 1.0
 _GONE_KEPT: Final = 256
 _REDIAL_FIRST_S: Final = 0.005
 _REDIAL_MOST_S: Final = 0.5
@@ -194,7 +194,7 @@ class Gateway:
         if self._closed:
             return Down("stopped", f"process {self.proc.uid}, which sends this, has closed its links")
         if peer is None:
-            if proc is None:
+            if proc is None or self._keeps(proc):
                 return Down("unreachable", "no gateway on its way knows the destination process")
             peer = self.connect(proc)
         down = peer.send([envelope.head(), *envelope.parts])

@@ -45,25 +45,37 @@ class Held:
         self._nudge()
 
     def __enter__(self) -> Held:
-        for number in self._numbers:
-            handler = _signal.getsignal(number)
-            if callable(handler):
-                self._handlers[number] = handler
+        found = {number: _signal.getsignal(number) for number in self._numbers}
+        self._handlers = {number: handler for number, handler in found.items() if callable(handler)}
+        try:
+            for number in self._handlers:
                 _signal.signal(number, self._note)
+        except BaseException:  # of one whose turn had not come
+            self._restore()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
+        failed = self._restore()
+        while self._pending:
+            number, frame = self._pending.pop(0)
+            try:
+                self._handlers[number](number, frame)
+            except BaseException as error:
+                failed = error
+        if failed is not None:
+            raise failed
+
+    def _restore(self) -> BaseException | None:
+        """Put all handlers back, whatever one that is back raises meanwhile."""
         failed: BaseException | None = None
         for number, handler in self._handlers.items():
             try:
                 _signal.signal(number, handler)
-            except BaseException as error:  # of one that was restored before, whose signal came just now
+            except BaseException as error:
                 failed = error
-        if failed is not None:
-            raise failed
-        while self._pending:
-            number, frame = self._pending.pop(0)
-            self._handlers[number](number, frame)
+                _signal.signal(number, handler)
+        return failed
 
 
 class NothingHeld:

@@ -43,9 +43,6 @@ if TYPE_CHECKING:
 
 log = get_logger("monarch.instance")
 
-current_instance: contextvars.ContextVar[Sender | None] = contextvars.ContextVar("monarch_instance", default=None)
-"""The actor whose code runs, carried by contextvars into its tasks and threads."""
-
 
 class Sender:
     """Who messages come from: an actor, or the client. Numbers what it sends, per destination."""
@@ -183,7 +180,6 @@ class Instance(Sender):
         loop.set_turn(self._turn)
         loop.set_exception_handler(self._on_loop_error)
         context = contextvars.copy_context()
-        context.run(current_instance.set, self)
         context.run(self._live)
 
     def _live(self) -> None:

@@ -6,7 +6,6 @@ books of one process; the evidence comes from the gateway (processes) and from t
 
 from __future__ import annotations
 
-import signal as _signal
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -55,13 +54,6 @@ class Down:
     def __str__(self) -> str:
         where = f" (process {self.pid})" if self.pid and str(self.pid) not in self.reason else ""
         return f"{self.reason}{where}" + (f"; caused by: {self.cause}" if self.cause else "")
-
-
-def signal_name(number: int) -> str:
-    try:
-        return _signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 Target = tuple[int, int]

@@ -62,7 +62,6 @@ class Proc:
         *,
         driver: str = "caller",
         limits: Limits | None = None,
-        in_own_process: bool = True,
     ) -> None:
         self.secret = secret
         self.driver = make_driver(driver)
@@ -70,13 +69,12 @@ class Proc:
         self.actors: dict[int, Instance | Sender] = {}
         self.ports: dict[int, Sink] = {}
         self.handlers: dict[str, Callable[..., None]] = {"locate": self._on_locate, "watch": self._on_watch}
-        self.in_own_process = in_own_process
         self.cleanup_timeout_s = 3.0
         self.release_timeout_s = 10.0
         self.unborn_limit_s = 30.0
         self.message_ttl = MESSAGE_TTL
         self.on_proc_gone: list[Callable[[int, Down], None]] = []
-        self.run_actor: Callable[[str, Callable[[], None]], None] = _run_on_thread
+        self.run_actor: Callable[[str, Callable[[], None]], None] = run_on_thread
         self.on_unborn: Callable[[int], None] = lambda number: None
         self._numbers = itertools.count(16)
         self._unborn: dict[int, list[Envelope]] = {}
@@ -203,7 +201,7 @@ class Proc:
         if self.expects(number):
             self.gateway.call_later(self.unborn_limit_s, lambda: self._refuse_unborn(number))
         else:
-            self._bounce_unborn(number, Down("unreachable", f"nobody spawned this actor in {self.unborn_limit_s:g} s"))
+            self.never_born(number, Down("unreachable", f"nobody spawned this actor in {self.unborn_limit_s:g} s"))
 
     def _bounce_unborn(self, number: int, down: Down) -> None:
         with self._lock:
@@ -376,5 +374,5 @@ class _Answer:
             self.bounced(Envelope(Kind.BOUNCE, 0, 0, 0, 0, 0, []), down)
 
 
-def _run_on_thread(name: str, run: Callable[[], None]) -> None:
+def run_on_thread(name: str, run: Callable[[], None]) -> None:
     threading.Thread(target=run, name=name, daemon=True).start()

@@ -75,7 +75,7 @@ class Actor:
         @property
         def sizes(self) -> dict[str, int]: ...
     else:
-        slice = split = flatten = rename = size = stop = initialized = extent = sizes = _MeshOnly()
+        slice, split, flatten, rename, size, stop, initialized, extent, sizes = (_MeshOnly() for _ in range(9))
 
     @functools.cached_property
     def logger(self) -> logging.Logger:

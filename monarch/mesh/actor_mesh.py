@@ -109,6 +109,7 @@ class ActorMesh(MeshView, Generic[A]):
         return view
 
     _owner_of_view: Any = None
+    _replies_to_any_port = True  # also to one that is not the sink of a call
 
     @overridable
     def initialized(self) -> Future[None]:
@@ -180,14 +181,11 @@ class ActorMesh(MeshView, Generic[A]):
     ) -> None:
         runtime = sender.proc_runtime
         own, source, number = runtime.key, sender.actor_id.number, self._number
-        local = 0
         for rank, (key, proc) in enumerate(targets, first):
             each = parts
-            if key == own:
-                # Members in this process read the same memory: all but the first get a copy of their own.
-                local += 1
-                if local > 1:
-                    each = [parts[0], *codec.private_parts(parts[1:])]
+            if key == own and len(targets) > 1:
+                # A member in this process would write to the very memory that is still on its way to the others.
+                each = [parts[0], *codec.private_parts(parts[1:])]
             seq = sender.next_seq(key, number)
             try:
                 call = Envelope(Kind.CALL, key, number, 0, own, source, each, Flag.SEQUENCED, rank, seq, reply_port)
@@ -208,7 +206,8 @@ class ActorMesh(MeshView, Generic[A]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         arguments = (self._number, self._name, self._pickled_class(), self._class_name, tuple(self._procs))
-        return ActorMesh, (*arguments, self._whole, self._region)
+        shadowed = tuple(sorted(_OWN_NAMES.intersection(self._actor_class().endpoints)))
+        return _received, (*arguments, self._whole, self._region, shadowed)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ActorMesh):
@@ -220,6 +219,16 @@ class ActorMesh(MeshView, Generic[A]):
 
     def __repr__(self) -> str:
         return f"<ActorMesh {self._name!r} of {self._class_name} {dict(self._region.extent)}>"
+
+
+def _received(*arguments: Any) -> ActorMesh[Any]:
+    """A reference that came in a message. Its class is unpickled at the first look at an endpoint; where endpoints have
+    names of the mesh's own methods, which would be found first, at once."""
+    *fields, shadowed = arguments
+    mesh: ActorMesh[Any] = ActorMesh(*fields)
+    if shadowed:
+        mesh._actor_class()
+    return mesh
 
 
 def describe_member(class_name: str, name: str, whole: Region, base: int) -> str:

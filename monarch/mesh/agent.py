@@ -22,7 +22,7 @@ from monarch.core.gateway import Limits
 from monarch.core.ids import ActorId, ProcId
 from monarch.core.instance import Instance
 from monarch.core.monitor import Down
-from monarch.core.proc import Proc
+from monarch.core.proc import Proc, run_on_thread
 from monarch.log import get_logger
 from monarch.mesh.child_line import ChildBook
 from monarch.mesh.context import ActorInstance, CreatorInstance, Spawner
@@ -152,7 +152,8 @@ class MeshProc(Proc):
         self.books.owners[number] = instance
         self.monitors.watch((self.key, number), owner_told)
         self.adopt(instance)
-        self.run_actor(f"monarch {info.name}", lambda: instance.run(behavior))
+        run = run_on_thread if info.opens_gate else self.run_actor  # the main thread is for the user's actors
+        run(f"monarch {info.name}", lambda: instance.run(behavior))
 
     def _tell_owner(self, owner: ActorId, number: int, rank: int) -> Callable[[Down], None]:
         def told(down: Down) -> None:

@@ -7,6 +7,7 @@ The first `context()` makes it, once per process, together with the agent of thi
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import queue
 import secrets
@@ -14,6 +15,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from datetime import datetime
 from types import TracebackType
@@ -106,6 +108,7 @@ class RootClient(ProcClient):
             release_owned(self, Down("stopped", "the client has ended"), _EXIT_BUDGET_S)
             self.agent.close(0.2)
             self.proc_runtime.close(0.5)
+            self._shutdown._complete(lambda: None)
         else:
             try:
                 self._shutdown.get(timeout=2 * _EXIT_BUDGET_S)
@@ -158,7 +161,16 @@ class _Faults:
         sys.stderr.write(f"{text}{now}: {failure}\n{failure.report()}{because}\n")
         sys.stderr.flush()
         sys.excepthook = _exit_with_1
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        main = threading.main_thread().ident or 0
+        if callable(signal.getsignal(signal.SIGINT)):
+            signal.pthread_kill(main, signal.SIGINT)
+            return
+        # Nobody handles SIGINT, as in a script that a shell runs in the background: raise it in the main thread, which
+        # may be in a call of the system for ever.
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(main), ctypes.py_object(KeyboardInterrupt))
+        time.sleep(2 * _EXIT_BUDGET_S)
+        if not _leaving:
+            _leave_with_1()
 
 
 _leaving = False
@@ -167,10 +179,14 @@ _leaving = False
 def _exit_with_1(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """`sys.excepthook` of a program that ends by a fault. An uncaught KeyboardInterrupt would end it by SIGINT, and
     would skip nothing on its way but the status: so run the rest of a normal end here, and leave with 1."""
-    global _leaving
-    _leaving = True
     if not isinstance(error, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
+    _leave_with_1()
+
+
+def _leave_with_1() -> None:
+    global _leaving
+    _leaving = True
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()

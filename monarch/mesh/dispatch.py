@@ -20,8 +20,8 @@ from typing import Any
 from attrs import define
 
 from monarch.core import codec, exceptions
-from monarch.core.envelope import Envelope, Flag
-from monarch.core.ids import ActorId, PortId
+from monarch.core.envelope import Envelope, Flag, Kind
+from monarch.core.ids import ActorId, PortId, base58
 from monarch.core.loop import hidden_loop
 from monarch.core.monitor import Down
 from monarch.log import get_logger
@@ -309,7 +309,9 @@ class ActorBehavior:
 
     def undeliverable(self, envelope: Envelope, down: Down) -> None:
         message = Undeliverable(
-            str(self._instance.actor_id), f"{envelope.dst_actor:x}", f"undeliverable message: {down}"
+            str(self._instance.actor_id),
+            base58(envelope.src_actor if envelope.kind == Kind.BOUNCE else envelope.dst_actor),
+            f"undeliverable message: {down}",
         )
         try:
             handled = self._actor is not None and self._actor._handle_undeliverable_message(message)

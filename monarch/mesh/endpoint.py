@@ -357,7 +357,7 @@ def send(
     parts = endpoint._encode(args, kwargs)
     sender = context().actor_instance
     reply_port = 0
-    if port is not None and port._is_of(sender.proc_runtime):
+    if port is not None and mesh._replies_to_any_port and port._is_of(sender.proc_runtime):
         reply_port = port.number  # as with any call, it hears of a member's end, too
     elif port is not None:
         extent = mesh._region.extent

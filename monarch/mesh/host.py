@@ -158,7 +158,7 @@ class HostAgent:
             launched.append(each)
             scheme = runtime.gateway.transport.scheme
             boots.append(Boot(proc, runtime.root, scheme, self._listen, runtime.secret, config, request.gated))
-            on_exit.append(partial(self._exited, proc, each))
+            on_exit.append(partial(self._on_exit, proc, each))
         children = self._starter.start(requests, boots, on_exit)
         limit_s = settings.get("mesh_proc_spawn_max_idle")
         for each, child in zip(launched, children, strict=True):
@@ -173,6 +173,10 @@ class HostAgent:
                 each.down = Down("unreachable", f"process {each.request.title} did not come up within {limit_s:g} s")
                 if each.running is not None:
                     each.running.kill(9)
+
+    def _on_exit(self, proc: ProcId, launched: _Launched, exit: Exit) -> None:
+        """On whatever thread closes or pumps the launcher; the driving thread alone reads the last words of a link."""
+        self._runtime.gateway.call_later(0.0, lambda: self._exited(proc, launched, exit))
 
     def _exited(self, proc: ProcId, launched: _Launched, exit: Exit) -> None:
         down = launched.down

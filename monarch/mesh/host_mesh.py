@@ -65,12 +65,10 @@ class HostMesh(MeshView):
         hosts: Sequence[ProcId],
         region: Region,
         *,
-        owned: bool = False,
         command: CommandFor | None = None,
     ) -> None:
         self._hosts = hosts  # [position in the view]: the process in which the host's agent lives
         self._region = region
-        self._owned = owned
         self._command = command
 
     @classmethod
@@ -176,8 +174,14 @@ class HostMesh(MeshView):
         """Resolves to True when every host has answered."""
         runtime = context().actor_instance.proc_runtime
         asked = [runtime.request(host, "await_up", [host.key]) for host in self._hosts]
-        result: Future[bool] = Future._pending(runtime.driver)
-        joined(runtime, asked)._on_done(lambda: result._complete(lambda: True))
+        result: Future[bool] = Future._pending(runtime.driver, lambda: "the hosts of a mesh")
+        all_answered = joined(runtime, asked)
+
+        def check() -> bool:
+            all_answered.get(0)
+            return True
+
+        all_answered._on_done(lambda: result._complete(check))
         return result
 
     def shutdown(self) -> Future[None]:

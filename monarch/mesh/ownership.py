@@ -114,8 +114,6 @@ class OwnedProcs:
         self.hosts = hosts
         self.ranks = {proc.key: rank for rank, proc in enumerate(p for procs in hosts.values() for p in procs)}
         self.stopping: str | None = None
-        self.on_stop: list[Callable[[], None]] = []
-        self.idle_failures: set[int] = set()
 
     def proc_gone(self, key: int, down: Down) -> bool:
         rank = self.ranks.get(key)
@@ -128,8 +126,6 @@ class OwnedProcs:
         """Stop the actors, then the processes; resolves when all are gone. After `grace_s` they are signalled."""
         if self.stopping is None:
             self.stopping = reason
-            for hook in self.on_stop:
-                hook()
         runtime = self.owner.proc_runtime
         asked = [
             runtime.request(host, "stop_procs", [p.key for p in procs], reason, grace_s)
@@ -147,14 +143,14 @@ def joined(runtime: Proc, futures: Sequence[Future[Any]], then: Callable[[], Non
     left = [len(futures)]
     lock = threading.Lock()
 
+    def check() -> None:
+        for future in futures:
+            future.get(0)
+
     def finish() -> None:
-        errors = [error for future in futures if (error := future.exception(0)) is not None]
-        if errors:
-            result._fail(errors[0])
-            return
         if then is not None:
             then()
-        result._complete(lambda: None)
+        result._complete(check)  # what was answered is decoded by whoever looks
 
     def one_done() -> None:
         with lock:

@@ -144,6 +144,7 @@ class _Inbox:
     def __init__(self, runtime: Proc, number: int, once: bool, ranked: bool) -> None:
         self._runtime, self._number, self._once = runtime, number, once
         self.ranked = ranked
+        self._forgotten = False
         self._lock = threading.Lock()
         self._arrived: deque[Envelope] = deque()
         self._wanted: deque[Future[Any]] = deque()
@@ -159,9 +160,11 @@ class _Inbox:
         return future
 
     def forget(self) -> None:
-        """The receiver is gone."""
-        if not self._wanted:
-            self._runtime.ports.pop(self._number, None)
+        """The receiver is gone: what comes after the values that are still waited for, goes back."""
+        with self._lock:
+            self._forgotten = True
+            if not self._wanted:
+                self._runtime.ports.pop(self._number, None)
 
     def _decode(self, envelope: Envelope) -> Any:
         value = decode_value(envelope, lambda rank: "A remote actor call failed.")
@@ -175,6 +178,8 @@ class _Inbox:
                 self._arrived.append(envelope)
                 return
             future = self._wanted.popleft()
+            if self._forgotten and not self._wanted:
+                self._runtime.ports.pop(self._number, None)
         future._complete(lambda: self._decode(envelope))
 
     def bounced(self, envelope: Envelope, down: Down) -> None:

@@ -104,6 +104,8 @@ class SupervisedMesh(ActorMesh[A]):
     It pickles, and works in any process. `stop()` is refused: the supervisor decides.
     """
 
+    _replies_to_any_port = False
+
     def __init__(
         self, path: Path, cls: type[A] | bytes, class_name: str, whole: Region, region: Region, wait_s: float
     ) -> None:

@@ -19,9 +19,15 @@ def enable_transport(transport: ChannelTransport | str) -> None:
     """
     setting = settings.setting_of("default_transport")
     wanted = setting.kind.use(settings.checked({"default_transport": transport})["default_transport"])
-    if client_context() is not None:
-        used = settings.get("default_transport")
-        if wanted != used:
+    client = client_context()
+    if client is not None:
+        used = client.actor_instance.proc_runtime.gateway.transport.scheme
+        if wanted not in ("auto", used) and not wanted.startswith(f"{used}://"):
             raise RuntimeError(f"cannot enable transport {wanted!r}: the client exists already and uses {used!r}")
         return
     settings.configure({"default_transport": transport})
+    if settings.get("default_transport") != wanted:
+        raise RuntimeError(
+            f"cannot enable transport {wanted!r}: the environment variable {setting.variable} says "
+            f"{settings.get('default_transport')!r}, and it has the last word"
+        )

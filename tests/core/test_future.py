@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from monarch.core.future import Future, settle
+from monarch.core.future import Future
 
 
 def _pending(explain: Callable[[], str] | None = None) -> Future[Any]:
@@ -230,10 +230,3 @@ def test_a_coroutine_runs_on_a_thread_of_its_own() -> None:
 
     assert Future._from_coro(work(False)).get(10) != threading.get_ident()
     assert isinstance(Future._from_coro(work(True)).exception(10), KeyError)
-
-
-def test_settle_awaits_what_is_awaitable_and_hands_on_the_rest() -> None:
-    async def both() -> list[Any]:
-        return [await settle(1), await settle(Future._completed(2)), await settle(asyncio.sleep(0, 3))]
-
-    assert asyncio.run(both()) == [1, 2, 3]

@@ -14,7 +14,7 @@ from net import LIMIT_S, Net, until
 
 from monarch.core.envelope import Envelope, Flag, Kind
 from monarch.core.ids import ActorId
-from monarch.core.instance import Instance, State, current_instance
+from monarch.core.instance import Instance, State
 from monarch.core.monitor import Down
 from monarch.core.proc import Proc
 
@@ -168,7 +168,7 @@ def test_a_call_that_never_waits_costs_no_turn_of_the_loop(proc: Proc) -> None:
     until(lambda: "first" in life.fake.log)
 
     async def quick() -> None:
-        assert current_instance.get() is life.instance
+        pass
 
     life.fake.does["quick"] = lambda: Work(quick())
     turns: list[int] = []

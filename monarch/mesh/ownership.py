@@ -53,14 +53,14 @@ class OwnedActors:
         self._stopping: str | None = None
         self._stopped = self._new_stop()
 
-    def member_down(self, rank: int, down: Down) -> bool:
-        """A member has ended: note it, and tell the owner unless it was stopped."""
+    def member_down(self, rank: int, down: Down, *, told: bool = False) -> bool:
+        """A member has ended: note it, and tell the owner unless it was stopped, or the owner has been told."""
         with self._lock:
             if rank in self.downs:
                 return False
             self.downs[rank] = down
             all_down = len(self.downs) == len(self.procs)
-            expected = down.stopped or (self._stopping is not None and down.kind != "failed")
+            expected = told or down.stopped or (self._stopping is not None and down.kind != "failed")
         self.owner.forget(self.procs[rank].key, self.number)
         if all_down:
             self.owner.owned.pop(self.number, None)

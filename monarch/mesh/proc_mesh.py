@@ -113,7 +113,9 @@ class ProcMesh(MeshView):
             runtime.send(Envelope(Kind.SPAWN, proc.key, number, 0, runtime.key, source, list(parts), 0, rank), proc)
             down = runtime.monitors.gone((proc.key, 0))
             if down is not None:
-                owned.member_down(rank, down)  # it was gone before this mesh could hear of it
+                # It was gone before this mesh could hear of it; who owns the process has heard already.
+                told = any(isinstance(each, OwnedProcs) and proc.key in each.ranks for each in owner.owned.values())
+                owned.member_down(rank, down, told=told)
         return ActorMesh(number, name, cls, class_name, self._procs, whole, whole, owned)
 
     # ---- life

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from monarch.core import monitor
-from monarch.core.monitor import Down, Monitors, signal_name
+from monarch.core.monitor import Down, Monitors
 
 _DEAD = Down("killed", "it was killed")
 _LATER = Down("failed", "another reason")
@@ -138,4 +138,3 @@ def test_a_down_reads_as_its_reason_and_pickles() -> None:
     assert str(Down("exited", "process 42 has ended", 42)) == "process 42 has ended"
     assert pickle.loads(pickle.dumps(down)) == down
     assert Down("stopped", "x").stopped and not down.stopped
-    assert signal_name(9) == "SIGKILL" and signal_name(999) == "signal 999"

@@ -131,7 +131,7 @@ class Gateway:
         while time.monotonic() < deadline_s and not settled():
             # Acknowledgements come in through the pump; look again after each.
             signal.clear()
-            self.call_later(0.005, signal.notify)
+            self.call_later(0.001, signal.notify)
             self.driver.wait(signal, deadline_s - time.monotonic())
         self._closed = True
         self.driver.stop()

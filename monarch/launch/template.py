@@ -42,6 +42,7 @@ import os
 import resource
 import select
 import signal
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -52,6 +53,7 @@ from attrs import define, field
 from monarch.launch import linux
 from monarch.launch.bootstrap import Job
 from monarch.launch.forked import Birth, become, close_all_but, thread_setter
+from monarch.launch.leaving import run_and_leave
 from monarch.launch.tee import Tee
 from monarch.launch.wire import Lost, Message, Wire, close_all, explain
 
@@ -373,7 +375,7 @@ def _load(modules: Sequence[str], driver_pid: int) -> None:
 
 
 def main(setup: Message) -> None:
-    """Be the template that `setup` describes, or, in a child, do its work and return at its end."""
+    """Be the template that `setup` describes, or, in a child, do its work and end with it."""
     close_all_but({SOCKET_FD, *([DRIVER_FD] if setup["pidfd"] else [])})
     with contextlib.suppress(OSError):
         os.setsid()
@@ -384,6 +386,7 @@ def main(setup: Message) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     before = _open_fds()
     _load(setup["preload"], setup["driver"])
+    kept = frozenset(sys.modules)
     library_fds = frozenset(_open_fds() - before)
 
     wake, wake_by = os.pipe()
@@ -403,7 +406,7 @@ def main(setup: Message) -> None:
     if job is None:
         os._exit(0)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # out of the loop: an interrupt now ends this process as any other
-    job.run()
+    run_and_leave(job.run, kept)
 
 
 def _open_fds() -> set[int]:

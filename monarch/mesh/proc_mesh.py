@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, cast
 
 from monarch.core import codec
-from monarch.core.envelope import Envelope, Kind
+from monarch.core.envelope import Envelope, Flag, Kind
 from monarch.core.future import Future
 from monarch.core.ids import ProcId, new_number
 from monarch.errors import ActorError, SupervisionError
@@ -110,7 +110,9 @@ class ProcMesh(MeshView):
         books.owners.setdefault(owner.actor_id.number, owner)
         source = owner.actor_id.number
         for rank, proc in enumerate(self._procs):
-            runtime.send(Envelope(Kind.SPAWN, proc.key, number, 0, runtime.key, source, list(parts), 0, rank), proc)
+            # Silent when it comes back: the end of a process is told by its monitors.
+            spawn = Envelope(Kind.SPAWN, proc.key, number, 0, runtime.key, source, list(parts), Flag.SILENT, rank)
+            runtime.send(spawn, proc)
             down = runtime.monitors.gone((proc.key, 0))
             if down is not None:
                 # It was gone before this mesh could hear of it; who owns the process has heard already.

@@ -42,6 +42,7 @@ log = get_logger("monarch.gateway")
 _HELLO_LIMIT_S: Final = 10.0
 _GOODBYE_LIMIT_S: Final = 1.0
 _GONE_KEPT: Final = 256
+_DIALS_AT_ONCE: Final = 8  # a process that calls hundreds of others shall not bury them in handshakes
 _REDIAL_FIRST_S: Final = 0.005
 _REDIAL_MOST_S: Final = 0.5
 
@@ -83,6 +84,7 @@ class Gateway:
         self._deliver, self._on_gone, self._locate = deliver, on_gone, locate
         self._listener: Listener | None = None
         self._lock = threading.Lock()
+        self._dialing = threading.Semaphore(_DIALS_AT_ONCE)
         self._closed = False
         self._poller = Poller()
         self._links: dict[Link, int] = {}  # every link that was registered and not dropped yet, and its descriptor
@@ -358,9 +360,10 @@ class Gateway:
                     return
                 try:
                     address = self._address_of(peer, left_s)
-                    link = self.transport.dial(address, self._secret, min(left_s, _HELLO_LIMIT_S))
-                    self._greet(peer, link, news.notify)
-                    self.driver.wait(news, min(left_s, _HELLO_LIMIT_S))
+                    with self._dialing:
+                        link = self.transport.dial(address, self._secret, min(left_s, _HELLO_LIMIT_S))
+                        self._greet(peer, link, news.notify)
+                        self.driver.wait(news, min(left_s, _HELLO_LIMIT_S))
                     trouble = "it accepted the connection and did not answer"
                 except PeerGone as error:
                     down = error.down

@@ -35,6 +35,7 @@ def test_ping_pong():
     assert "Ping had the ball 1000 times" in output
 
 
+@pytest.mark.slow
 def test_getting_started():
     """It asserts what it teaches."""
     output = run("examples/getting_started.py")
@@ -43,6 +44,7 @@ def test_getting_started():
     assert "bootstrapping" in output
 
 
+@pytest.mark.slow
 def test_dining_philosophers():
     output = run("examples/dining_philosophers.py")
 
@@ -50,6 +52,7 @@ def test_dining_philosophers():
     assert "50 meals served" in output
 
 
+@pytest.mark.slow
 def test_supervised():
     output = run("examples/supervised.py")
 
@@ -91,6 +94,7 @@ def test_demo_answers_questions_over_the_standard_library():
     assert re.search(r"all +\d+\.\d\d s", output)
 
 
+@pytest.mark.slow
 def test_demo_with_one_process_and_no_answer():
     output = demo("--procs", "1", "--limit-files", "5", "--query", "zzzzqqqq")
 

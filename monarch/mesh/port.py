@@ -147,13 +147,14 @@ class _Inbox:
         self._forgotten = False
         self._lock = threading.Lock()
         self._arrived: deque[Envelope] = deque()
-        self._wanted: deque[Future[Any]] = deque()
+        # Weakly: a future that nobody waits for any more, after a time-out, say, does not take the next value along.
+        self._wanted: deque[weakref.ref[Future[Any]]] = deque()
 
     def next(self) -> Future[Any]:
         future: Future[Any] = Future._pending(self._runtime.driver, lambda: "a value on a port")
         with self._lock:
             if not self._arrived:
-                self._wanted.append(future)
+                self._wanted.append(weakref.ref(future))
                 return future
             envelope = self._arrived.popleft()
         future._complete(lambda: self._decode(envelope))
@@ -163,7 +164,7 @@ class _Inbox:
         """The receiver is gone: what comes after the values that are still waited for, goes back."""
         with self._lock:
             self._forgotten = True
-            if not self._wanted:
+            if not any(wanted() for wanted in self._wanted):
                 self._runtime.ports.pop(self._number, None)
 
     def _decode(self, envelope: Envelope) -> Any:
@@ -174,19 +175,26 @@ class _Inbox:
         if self._once:
             self._runtime.ports.pop(self._number, None)
         with self._lock:
-            if not self._wanted:
+            future = self._longest_waiting()
+            if future is None:
                 self._arrived.append(envelope)
-                return
-            future = self._wanted.popleft()
             if self._forgotten and not self._wanted:
                 self._runtime.ports.pop(self._number, None)
-        future._complete(lambda: self._decode(envelope))
+        if future is not None:
+            future._complete(lambda: self._decode(envelope))
+
+    def _longest_waiting(self) -> Future[Any] | None:
+        while self._wanted:
+            future = self._wanted.popleft()()
+            if future is not None:
+                return future
+        return None
 
     def bounced(self, envelope: Envelope, down: Down) -> None:
         """A message that was to be answered here was not delivered."""
         error = call_failed("that was asked", envelope.rank, "", down, None, fate_of(envelope))
         with self._lock:
-            future = self._wanted.popleft() if self._wanted else None
+            future = self._longest_waiting()
         if future is not None:
             future._fail(error)
 
@@ -203,7 +211,10 @@ class PortReceiver(Generic[T]):
         weakref.finalize(self, inbox.forget).atexit = False
 
     def recv(self) -> Future[T]:
-        """The next value that nobody has taken; may be called ahead of its arrival, and again and again."""
+        """The next value that nobody has taken; may be called ahead of its arrival, and again and again.
+
+        A future that is dropped before its value came, after a time-out for instance, leaves the value to the next.
+        """
         return self._inbox.next()
 
     def ranked(self) -> PortReceiver[tuple[int, T]]:

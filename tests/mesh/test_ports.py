@@ -161,3 +161,13 @@ def test_what_is_sent_is_a_snapshot(shared: Shared, channel: Any) -> None:
 
     got = receiver.recv().get(10)
     assert (got[0], got[1][0]) == ([1], 0)
+
+
+def test_a_wait_that_was_given_up_leaves_the_value_to_the_next(
+    shared: Any, channel: tuple[Port[Any], PortReceiver[Any]]
+) -> None:
+    port, receiver = channel
+    with pytest.raises(TimeoutError):
+        receiver.recv().get(timeout=0.01)
+    port.send(1)
+    assert receiver.recv().get(10) == 1

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 CONFTEST = 'pytest_plugins = ["monarch.testing.plugin"]\n'
 
 TESTS = """
@@ -43,6 +45,8 @@ def test_an_unexpected_failure(monarch_client):
 """
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 def test_the_fixtures_work_in_another_project(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_theirs.py").write_text(TESTS)

@@ -164,9 +164,9 @@ def test_what_is_sent_is_a_snapshot(shared: Shared, channel: Any) -> None:
 
 
 def test_a_wait_that_was_given_up_leaves_the_value_to_the_next(
-    shared: Any, channel: tuple[Port[Any], PortReceiver[Any]]
+    shared: Shared,
 ) -> None:
-    port, receiver = channel
+    port, receiver = Channel[int].open()
     with pytest.raises(TimeoutError):
         receiver.recv().get(timeout=0.01)
     port.send(1)

@@ -41,6 +41,7 @@ log = get_logger("monarch.gateway")
 
 _HELLO_LIMIT_S: Final = 10.0
 _GOODBYE_LIMIT_S: Final = 1.0
+_GOODBYE_LEAST_S: Final = 0.05
 _GONE_KEPT: Final = 256
 _DIALS_AT_ONCE: Final = 8  # a process that calls hundreds of others shall not bury them in handshakes
 _REDIAL_FIRST_S: Final = 0.005
@@ -144,7 +145,9 @@ class Gateway:
             with peer.lock:
                 link, peer.link = peer.link, None
                 waiting = peer.waiters()
-            left_s = min(deadline_s - time.monotonic(), _GOODBYE_LIMIT_S)
+            left_s = (
+                min(max(deadline_s - time.monotonic(), _GOODBYE_LEAST_S), _GOODBYE_LIMIT_S) if timeout_s > 0 else 0.0
+            )
             if link is not None and not link.blocked and left_s > 0:
                 link.close(left_s)  # an abort could overtake the goodbye
             for notify in waiting:

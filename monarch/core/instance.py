@@ -126,7 +126,7 @@ class State(Enum):
 
 
 class Instance(Sender):
-    """See the module. Thread-safe from outside: `post`, `stop`, `fail`, `post_control`."""
+    """See the module. Thread-safe from outside: `post`, `request_stop`, `request_failure`, `post_control`."""
 
     def __init__(self, proc: Proc, actor_id: ActorId) -> None:
         super().__init__(proc, actor_id)

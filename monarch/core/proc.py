@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
-from monarch.core import codec
+from monarch.core import codec, exceptions
 from monarch.core.driver import make_driver
 from monarch.core.envelope import MESSAGE_TTL, Envelope, Flag, Kind
 from monarch.core.future import Future
@@ -348,6 +348,14 @@ class Proc:
             if peer.down is None:
                 for sink in list(self.ports.values()):
                     sink.proc_gone(peer.key, down)
+
+    def failed(self, reason: str, error: BaseException | None = None) -> Down:
+        """A failure of something in this process; with the exception behind it, its text and traceback."""
+        pid, host = self.whereabouts()
+        if error is None:
+            return Down("failed", reason, pid, host)
+        text = f"{exceptions.type_name(error)}: {exceptions.text_of(error)}"
+        return Down("failed", reason, pid, host, error=text, traceback=exceptions.format_remote(error))
 
     def whereabouts(self) -> tuple[int, str]:
         """(process id, host name) of this process, for people."""

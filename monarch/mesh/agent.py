@@ -65,7 +65,7 @@ class MeshProc(Proc):
         root: the process of the client that all this belongs to.
         books: the meshes owned by actors of this process.
         children: supervisors of this process, and the supervised children that it calls.
-        on_idle_end: called once all actors have been stopped by "stop_all"; the process is to end then.
+        on_end: called once all actors have been stopped by "stop_all"; the process is to end then.
         failed_actors: how many actors ended by a failure.
     """
 

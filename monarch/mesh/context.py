@@ -139,8 +139,7 @@ class ActorInstance(Spawner, CoreInstance):
 
     def abort(self, reason: str | None = None) -> None:
         text = f"actor explicitly aborted due to: {reason or 'no reason provided'}"
-        pid, host = self.proc_runtime.whereabouts()
-        self.request_failure(Down("failed", text, pid, host))
+        self.request_failure(self.proc_runtime.failed(text))
 
     def undeliverable(self, envelope: Any, down: Down) -> None:
         self.post_control(lambda: self.on_undeliverable(envelope, down))

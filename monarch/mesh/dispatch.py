@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from attrs import define
+from attrs import define, evolve
 
 from monarch.core import codec, exceptions
 from monarch.core.envelope import Envelope, Flag, Kind
@@ -81,12 +81,10 @@ class ActorBehavior:
         return None
 
     def _failed(self, what: str, error: BaseException) -> Down:
-        pid, host = self._instance.proc_runtime.whereabouts()
         name, text = exceptions.type_name(error), exceptions.text_of(error)
         if isinstance(error, SystemExit):
             what = f"the actor exited with status {text or 0}: {what}"
-        formatted = exceptions.format_remote(error)
-        return Down("failed", f"{what} {name}: {text}", pid, host, error=f"{name}: {text}", traceback=formatted)
+        return self._instance.proc_runtime.failed(f"{what} {name}: {text}", error)
 
     # ---- calls
 
@@ -302,10 +300,10 @@ class ActorBehavior:
         if error is not None:
             down = self._failed(f"{member}: __supervise__ raised", error)
         else:
-            pid, host = self._instance.proc_runtime.whereabouts()
             text = f"{member} did not handle a supervision event from its child {failure.member}"
-            down = Down("failed", text, pid, host)
-        self._instance._end(down.because(_child_down(failure)))
+            down = self._instance.proc_runtime.failed(text)
+        child = evolve(failure.down, reason=f"{failure.member}: {failure.down.reason}")
+        self._instance._end(down.because(child))
 
     def undeliverable(self, envelope: Envelope, down: Down) -> None:
         message = Undeliverable(
@@ -356,21 +354,6 @@ class ActorBehavior:
 
     def doing(self) -> tuple[str, float] | None:
         return next(iter(self._doing.values()), None)
-
-
-def _child_down(failure: MeshFailure) -> Down:
-    down = failure.down
-    return Down(
-        down.kind,
-        f"{failure.member}: {down.reason}",
-        down.pid,
-        down.host,
-        down.code,
-        down.signal,
-        down.error,
-        down.traceback,
-        down.cause,
-    )
 
 
 @define(frozen=True)

@@ -36,18 +36,15 @@ class _Setup(Actor):
     @endpoint
     async def run(self) -> None:
         """Run it, and open the process's gate, whatever comes of it."""
-        from monarch.core.exceptions import format_remote, text_of, type_name
-        from monarch.core.monitor import Down
+        from monarch.core.exceptions import text_of, type_name
 
         runtime: Any = context().actor_instance.proc_runtime
         try:
             await settle_result(self._function)
         except BaseException as error:
             self._error = error
-            pid, host = runtime.whereabouts()
             text = f"{type_name(error)}: {text_of(error)}"
-            reason = f"the bootstrap function of its process raised {text}"
-            runtime.open_gate(Down("failed", reason, pid, host, error=text, traceback=format_remote(error)))
+            runtime.open_gate(runtime.failed(f"the bootstrap function of its process raised {text}", error))
         else:
             runtime.open_gate(None)
 

@@ -249,10 +249,9 @@ class Shell:
         self._settle(action.name, down)
 
     def _escalate(self, action: Escalate) -> None:
-        pid, host = self._runtime.whereabouts()
         text = f"{self.instance.member} gave up on its child {action.name!r}: {action.reason}"
         cause = self._last.get(action.name)
-        down = Down("failed", text, pid, host)
+        down = self._runtime.failed(text)
         log.info("supervisor.gave_up", supervisor=self.instance.name, child=action.name, reason=action.reason)
         self.instance.request_failure(down.because(cause) if cause is not None else down)
 

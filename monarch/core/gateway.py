@@ -445,10 +445,10 @@ class Gateway:
     def _drop(self, link: Link) -> None:
         """End a link, once: its descriptor may soon be another's."""
         fd = self._links.pop(link, None)
+        refused = self._newcomers.pop(link, None)
         if fd is not None:
             self._poller.unregister(fd)
         link.abort()
-        refused = self._newcomers.pop(link, None)
         if refused is not None:
             refused()
 

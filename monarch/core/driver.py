@@ -7,7 +7,7 @@ thread at a time. A thread that has to wait for something (a reply, a message) w
 - `CallerDriver`: the thread that waits pumps until its own signal is set (the leader); others that wait meanwhile
   follow, and one of them is promoted when the leader leaves. A side thread takes over within `_TAKE_OVER_S` whenever no
   waiting thread leads, because they are all in user code, and gives the lead back as soon as one asks for it. So a call
-  between two processes needs no thread hop, and heartbeats never wait for user code.
+  between two processes needs no thread hop, and acknowledgements never wait for user code.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from typing import Final
 from attrs import define
 
 from monarch.core.driver import Driver, Signal
-from monarch.core.envelope import Envelope, Flag, Kind, parse
+from monarch.core.envelope import Envelope, Flag, parse
 from monarch.core.ids import ProcId
 from monarch.core.monitor import Down
 from monarch.core.peer import Peer, State
@@ -59,8 +59,8 @@ class Limits:
 
 
 class Gateway:
-    """See the module. `deliver` takes the messages for this process, `on_gone` hears of peers that are gone, `locate`
-    asks a keeper, blocking, and returns an address or raises `PeerGone`."""
+    """See the module. `deliver` takes the messages for this process, `bounce` those that cannot go on, `on_gone` hears of
+    peers that are gone, `locate` asks a keeper, blocking, and returns an address or raises `PeerGone`."""
 
     def __init__(
         self,
@@ -70,6 +70,7 @@ class Gateway:
         driver: Driver,
         *,
         deliver: Callable[[Envelope], None],
+        bounce: Callable[[Envelope, Down], None],
         on_gone: Callable[[Peer, Down], None],
         locate: Callable[[ProcId, float], str],
         limits: Limits | None = None,
@@ -82,7 +83,7 @@ class Gateway:
         self.peers: dict[int, Peer] = {}
         self._gone: deque[int] = deque()  # keys of the last peers that are GONE; older ones are forgotten
         self._secret = secret
-        self._deliver, self._on_gone, self._locate = deliver, on_gone, locate
+        self._deliver, self._bounce, self._on_gone, self._locate = deliver, bounce, on_gone, locate
         self._listener: Listener | None = None
         self._lock = threading.Lock()
         self._dialing = threading.Semaphore(_DIALS_AT_ONCE)
@@ -295,19 +296,6 @@ class Gateway:
                 self._bounce(envelope, down)
         else:
             self._bounce(envelope, Down("unreachable", step.reason))
-
-    def _bounce(self, envelope: Envelope, down: Down) -> None:
-        """Send a message that cannot go on back to where it came from; a bounce itself is dropped."""
-        if envelope.kind == Kind.BOUNCE:
-            log.debug("bounce.dropped", reason=down.reason)
-            return
-        from monarch.core.codec import encode
-
-        back = envelope.bounce(encode(down))
-        if back.dst_proc == self.key:
-            self._deliver(back)
-        else:
-            self.send(back)
 
     # ---- links: how peers come and go
 
@@ -556,8 +544,7 @@ class Gateway:
             envelope = parse(parts)
             if peer.pid:
                 envelope.flags |= Flag.UNSURE  # it was up once: what it took in may have been acknowledged too late
-            if envelope.kind != Kind.BOUNCE:
-                self._bounce(envelope, down)
+            self._bounce(envelope, down)
         self._on_gone(peer, down)
         for notify in waiting:
             notify()

@@ -85,6 +85,7 @@ class Proc:
             secret,
             self.driver,
             deliver=self.deliver,
+            bounce=self.bounce,
             on_gone=self._on_gone,
             locate=self._locate,
             limits=limits,
@@ -116,8 +117,9 @@ class Proc:
             self.gateway.wait_for_room(key)
 
     def bounce(self, envelope: Envelope, down: Down) -> None:
-        """Tell the sender of `envelope`, here or elsewhere, that it was not delivered."""
+        """Tell the sender of `envelope`, here or elsewhere, that it was not delivered; a bounce itself is dropped."""
         if envelope.kind == Kind.BOUNCE:
+            log.debug("bounce.dropped", reason=down.reason)
             return
         if envelope.src_proc == self.key:
             self._bounced(envelope, down)

@@ -1,4 +1,4 @@
-"""The conversation of two gateways, sans-IO: hello, numbering, acknowledgement, resending, heartbeats, goodbye.
+"""The conversation of two gateways, sans-IO: hello, numbering, acknowledgement, resending, goodbye.
 
 Theory of operation. Two processes have one `Session`, which outlives the links that carry it. Every data frame gets
 the session's next number and is kept until the peer acknowledged it; acknowledgements ride on every frame, and travel
@@ -42,6 +42,7 @@ class FrameType(IntEnum):
     DATA = 2
     ACK = 3
     HEARTBEAT = 4
+    """Acknowledges, and says nothing else. Understood, and not sent yet: on one host the kernel tells who lives."""
     GOODBYE = 5
 
 

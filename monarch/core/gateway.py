@@ -59,8 +59,8 @@ class Limits:
 
 
 class Gateway:
-    """See the module. `deliver` takes the messages for this process, `bounce` those that cannot go on, `on_gone` hears of
-    peers that are gone, `locate` asks a keeper, blocking, and returns an address or raises `PeerGone`."""
+    """See the module. `deliver` takes the messages for this process, `bounce` those that cannot go on, `on_gone` hears
+    of peers that are gone, `locate` asks a keeper, blocking, and returns an address or raises `PeerGone`."""
 
     def __init__(
         self,

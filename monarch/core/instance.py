@@ -36,6 +36,7 @@ from monarch.core.ids import ActorId
 from monarch.core.loop import ActorLoop, hidden_loop
 from monarch.core.mailbox import Mailbox
 from monarch.core.monitor import Down
+from monarch.core.serving import ActorState, Running, Served
 from monarch.log import get_logger
 
 if TYPE_CHECKING:
@@ -102,10 +103,6 @@ class Behavior(Protocol):
         """Run the user's cleanup hook. Returns why it failed, or None."""
         ...
 
-    def doing(self) -> tuple[str, float] | None:
-        """The endpoint that runs, and since when (`time.time()`), for people."""
-        ...
-
 
 _MESSAGES_PER_TURN: Final = 100
 """An actor that is flooded with calls still looks at its timers after so many."""
@@ -134,6 +131,8 @@ class Instance(Sender):
         self.mailbox = Mailbox(self.signal)
         self.state = State.BORN
         self.down: Down | None = None
+        self.serving: list[Served] = []
+        """What the behavior runs now, the oldest first; kept by the behavior, on the actor's thread."""
         self._behavior: Behavior
         self._loop: ActorLoop
         self._current: asyncio.Task[Any] | None = None
@@ -356,13 +355,11 @@ class Instance(Sender):
 
     # ---- for people
 
-    def busy(self) -> str | None:
-        """What this actor does right now, as a sentence; None when it is idle."""
-        doing = self._behavior.doing() if self.state is not State.BORN else ("__init__", time.time())
-        if doing is None:
-            return None
-        name, since_s = doing
-        return f"{self.actor_id.name}.{name} has been running for {time.time() - since_s:.1f} s"
+    def snapshot(self) -> ActorState:
+        """What this actor does right now. From any thread; never waits."""
+        now_s = time.time()
+        running = tuple(Running(each.endpoint, each.since_s, now_s - each.since_s) for each in list(self.serving))
+        return ActorState(self.actor_id.name, self.actor_id.number, self.state.value, running, len(self.mailbox))
 
 
 def _overdue(instance: weakref.ref[Instance], down: Down) -> None:

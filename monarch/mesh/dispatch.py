@@ -13,7 +13,6 @@ import inspect
 import os
 import pickle
 import sys
-import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -24,6 +23,7 @@ from monarch.core.envelope import Envelope, Flag, Kind
 from monarch.core.ids import ActorId, PortId, base58
 from monarch.core.loop import hidden_loop
 from monarch.core.monitor import Down
+from monarch.core.serving import Served
 from monarch.log import get_logger
 from monarch.mesh.actor import ActorClass, class_of
 from monarch.mesh.context import ActorInstance, Context, _context
@@ -56,7 +56,6 @@ class ActorBehavior:
         self._class: ActorClass
         self._actor: Any = None
         self._described: dict[bytes, tuple[str, Extent, dict[str, Any] | None]] = {}
-        self._doing: dict[object, tuple[str, float]] = {}
         self._owed: set[Envelope] = set()
         self._pid = os.getpid()
 
@@ -67,8 +66,8 @@ class ActorBehavior:
         _context.set(Context(instance, instance.rank))
         body, self._body = self._body, None
         assert body is not None
-        token = object()
-        self._doing[token] = ("__init__", time.time())
+        served = Served("__init__", None)
+        instance.serving.append(served)
         try:
             (cls, *args), kwargs = codec.decode(body)
             self._class = class_of(cls)
@@ -77,7 +76,7 @@ class ActorBehavior:
         except BaseException as error:
             return self._failed(f"{instance.class_name}.__init__() raised", error)
         finally:
-            del self._doing[token]
+            instance.serving.remove(served)
         return None
 
     def _failed(self, what: str, error: BaseException) -> Down:
@@ -155,7 +154,8 @@ class ActorBehavior:
     def _run_sync(
         self, envelope: Envelope, spec: EndpointSpec, port: Port[Any] | None, args: Any, kwargs: Any
     ) -> Down | None:
-        self._doing[envelope] = (spec.name, time.time())
+        served = Served(spec.name, envelope)
+        self._instance.serving.append(served)
         loop = asyncio._get_running_loop()
         asyncio._set_running_loop(None)
         try:
@@ -169,7 +169,7 @@ class ActorBehavior:
             return self._failed(f"endpoint {spec.name} raised", error)
         finally:
             asyncio._set_running_loop(loop)
-            del self._doing[envelope]
+            self._instance.serving.remove(served)
         if not spec.sends_itself:
             return self._reply(envelope, port, result)
         return None
@@ -177,7 +177,8 @@ class ActorBehavior:
     async def _run_async(
         self, envelope: Envelope, spec: EndpointSpec, port: Port[Any] | None, args: Any, kwargs: Any
     ) -> Down | None:
-        self._doing[envelope] = (spec.name, time.time())
+        served = Served(spec.name, envelope)
+        self._instance.serving.append(served)
         try:
             result = await spec.method(self._actor, *args, **kwargs)
             self._end_if_forked(None)
@@ -194,7 +195,7 @@ class ActorBehavior:
                 return self._reply_error(envelope, port, wrapped)
             return self._broken(envelope, spec, error)
         finally:
-            del self._doing[envelope]
+            self._instance.serving.remove(served)
         if not spec.sends_itself:
             return self._reply(envelope, port, result)
         return None
@@ -351,9 +352,6 @@ class ActorBehavior:
                 raise  # its time is over
             return self._failed(f"{self._instance.member}: __cleanup__ raised", error)
         return None
-
-    def doing(self) -> tuple[str, float] | None:
-        return next(iter(self._doing.values()), None)
 
 
 @define(frozen=True)

@@ -17,6 +17,7 @@ from monarch.core.ids import ActorId
 from monarch.core.instance import Instance, State
 from monarch.core.monitor import Down
 from monarch.core.proc import Proc
+from monarch.core.serving import Served
 
 _STOP = Down("stopped", "it was asked to")
 _FAIL = Down("failed", "it broke")
@@ -63,9 +64,6 @@ class Fake:
     def cleanup(self, down: Down) -> Any:
         self.log.append("cleanup")
         return self.cleans()
-
-    def doing(self) -> tuple[str, float] | None:
-        return None
 
 
 class Life:
@@ -449,11 +447,36 @@ def test_numbers_per_destination_have_no_hole_and_no_repetition(proc: Proc) -> N
     life.end()
 
 
-def test_an_actor_in_its_constructor_is_busy_with_that(proc: Proc) -> None:
+def test_a_snapshot_shows_a_busy_actor_without_asking_its_thread(proc: Proc) -> None:
+    life = Life(proc)
+    began, finish = threading.Event(), threading.Event()
+
+    def busy() -> None:
+        served = Served("busy", None)
+        life.instance.serving.append(served)
+        began.set()
+        finish.wait(LIMIT_S)
+        life.instance.serving.remove(served)
+
+    life.fake.does["busy"] = busy
+    for name in ("busy", "later", "latest"):
+        life.call(name)
+    began.wait(LIMIT_S)
+    until(lambda: len(life.instance.mailbox) == 2)
+    state = life.instance.snapshot()
+    assert (state.name, state.phase, state.queued) == ("actor", "serving", 2)
+    assert [each.endpoint for each in state.running] == ["busy"] and state.running[0].for_s >= 0
+    assert "actor has been running busy for" in str(state) and "2 call(s) queued" in str(state)
+
+    finish.set()
+    until(lambda: "latest" in life.fake.log and not life.instance.snapshot().running)
+    assert "actor is idle, 0 call(s) queued" in str(life.instance.snapshot())
+    life.end()
+
+
+def test_an_actor_that_is_not_constructed_yet_says_so(proc: Proc) -> None:
     life = Life(proc, start=False)
-    assert "actor.__init__ has been running for" in str(life.instance.busy())
+    assert life.instance.snapshot().phase == "born"
     life.thread.start()
-    life.call("x")
-    until(lambda: "x" in life.fake.log)
-    assert life.instance.busy() is None
+    until(lambda: life.instance.snapshot().phase == "serving")
     life.end()

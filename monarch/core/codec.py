@@ -20,7 +20,9 @@ from __future__ import annotations
 import contextlib
 import copyreg
 import io
+import linecache
 import mmap
+import os
 import pickle
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -238,12 +240,20 @@ def register(kind: type, reducer: Reducer) -> None:
 
 def _reduce_code(code: CodeType, outbox: Outbox) -> Any:
     """Code that travels by value keeps the name of its file, which cloudpickle drops for the sake of equal pickles: a
-    traceback without it helps nobody."""
+    traceback without it helps nobody. Where that is no file but a cell of a notebook, say, its lines come along."""
     make, arguments, *rest = _cloudpickle._code_reduce(code)
     named = tuple(
         code.co_filename if type(argument) is str and argument == _NO_FILE else argument for argument in arguments
     )
+    if not os.path.exists(code.co_filename) and (lines := linecache.getlines(code.co_filename)):
+        return (_code_with_lines, (code.co_filename, lines, make, *named), *rest)
     return (make, named, *rest)
+
+
+def _code_with_lines(file: str, lines: list[str], make: Callable[..., CodeType], *arguments: Any) -> CodeType:
+    if linecache.getlines(file) != lines:
+        linecache.cache[file] = sum(map(len, lines)), None, lines, file
+    return make(*arguments)
 
 
 _NO_FILE: Final = "<dynamic-code>"

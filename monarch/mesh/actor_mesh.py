@@ -98,6 +98,9 @@ class ActorMesh(MeshView, Generic[A]):
             f"it has {', '.join(sorted(known.endpoints)) or 'none'}"
         )
 
+    def __dir__(self) -> list[str]:
+        return list({*super().__dir__(), *self._actor_class().endpoints})
+
     # ---- views
 
     def _with_region(self, region: Region) -> ActorMesh[A]:

@@ -194,6 +194,14 @@ class EndpointSpec:
             simple,
         )
 
+    @property
+    def visible_signature(self) -> inspect.Signature:
+        """As callers see it: without `self` and the reply port."""
+        parameters = list(self.signature.parameters.values())
+        if parameters and parameters[0].kind is not inspect.Parameter.VAR_POSITIONAL:
+            del parameters[: 2 if self.sends_itself else 1]
+        return self.signature.replace(parameters=parameters)
+
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raises: TypeError when the method cannot be called with these."""
         if self.simple and not kwargs and self.fewest <= len(args) <= self.most:
@@ -210,11 +218,29 @@ def describe_call(name: str, labels: tuple[str, ...], sizes: tuple[int, ...], ex
     return pickle.dumps((name, labels, sizes, extra), 5)
 
 
+class _OfMethod:
+    """An attribute of an endpoint that is its method's, for `help`, `inspect.signature` and editors."""
+
+    def __init__(self, get: Callable[[EndpointSpec], Any], of_class: Any = None) -> None:
+        self._get, self._of_class = get, of_class
+
+    def __get__(self, instance: Endpoint[Any, Any] | None, owner: type) -> Any:
+        if instance is not None:
+            return self._get(instance._spec)
+        if self._of_class is None:
+            raise AttributeError("only an instance has it")
+        return self._of_class
+
+
 class Endpoint(Generic[P, R]):
     """An endpoint of a mesh. One message goes to every member of the view (with `choose` to one).
 
     A TypeError at the call says that the arguments do not fit the method; a pickling error is raised unchanged.
     """
+
+    __doc__ = _OfMethod(lambda spec: spec.method.__doc__, __doc__)
+    __name__ = _OfMethod(lambda spec: spec.name)
+    __signature__ = _OfMethod(lambda spec: spec.visible_signature)
 
     __slots__ = ("_description", "_members", "_mesh", "_plain", "_spec")
 

@@ -269,6 +269,16 @@ class HostAgent:
             grace_s + settings.get("mesh_terminate_timeout"), lambda: self._insist(stopping, 9)
         )
 
+    def signal(self, key: int, signum: int, then: Callable[[], None]) -> bool:
+        """Send a signal to a process; `then` is called when its end is known here. False: it does not run here."""
+        with self._lock:
+            launched = self._procs.get(key)
+            if launched is None or launched.running is None:
+                return False
+            self._on_down.setdefault(key, []).append(then)
+        launched.running.kill(signum)
+        return True
+
     def _insist(self, stopping: list[_Launched], signum: int) -> None:
         for launched in stopping:
             if launched.down is None and launched.running is not None:

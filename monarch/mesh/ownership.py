@@ -49,6 +49,8 @@ class OwnedActors:
         self.procs = procs  # [base rank]
         self.downs: dict[int, Down] = {}
         self._describe = describe
+        self._told: set[int] = set()
+        self._when_told: dict[int, Callable[[], None]] = {}
         self._lock = threading.Lock()
         self._stopping: str | None = None
         self._stopped = self._new_stop()
@@ -66,10 +68,22 @@ class OwnedActors:
             self.owner.owned.pop(self.number, None)
             self._books.actors.pop(self.number, None)
             self._stopped._complete(lambda: None)
-        if expected:
-            return False
-        self.owner.supervise(MeshFailure(self.name, [rank], self._describe(rank), down))
-        return True
+        if not expected:
+            self.owner.supervise(MeshFailure(self.name, [rank], self._describe(rank), down))
+        with self._lock:
+            self._told.add(rank)
+            then = self._when_told.pop(rank, None)
+        if then is not None:
+            then()
+        return not expected
+
+    def when_told(self, rank: int, then: Callable[[], None]) -> None:
+        """Call `then` once the end of a member has been dealt with here; at once if it has. One waits for each."""
+        with self._lock:
+            if rank not in self._told:
+                self._when_told[rank] = then
+                return
+        then()
 
     def proc_gone(self, key: int, down: Down) -> bool:
         reported = False

@@ -7,24 +7,30 @@ import re
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
 from monarch import config
 from monarch.core import settings
+from monarch.core.future import Future
 from monarch.core.proc import Proc
 from monarch.mesh import client as client_module
 from monarch.mesh import context as context_module
+from monarch.mesh.actor_mesh import ActorMesh
 from monarch.mesh.client import RootClient
 from monarch.mesh.context import Context
+from monarch.mesh.ownership import OwnedActors
 from monarch.mesh.proc_mesh import ProcMesh
+from monarch.mesh.shape import Region, Slice
 from monarch.mesh.threads import ThreadStarter
 from monarch.supervision.failure import MeshFailure
 from monarch.testing.events import LIMIT_S, Recorder
 from monarch.testing.links import LinkFaults, faults_between
 
 _TEARDOWN_LIMIT_S: Final = 30.0
+_SETTLE_LIMIT_S: Final = 2.0
 
 
 class UnexpectedFaults(AssertionError):
@@ -110,8 +116,27 @@ class TestClient:
         """From now on no failure makes the block fail."""
         self._any_allowed = True
 
+    def settle(self, timeout_s: float = _SETTLE_LIMIT_S) -> None:
+        """Wait until the actors that the client spawned have served what it sent them, and until the failures among
+        them are known. An actor that is busy for longer is left alone, and what others sent is not waited for."""
+        deadline_s = time.monotonic() + timeout_s
+
+        def left_s() -> float:
+            return max(0.0, deadline_s - time.monotonic())
+
+        meshes = [owned for owned in list(self._root.owned.values()) if isinstance(owned, OwnedActors)]
+        answers = [(owned, rank, answer) for owned in meshes for rank, answer in _asked(owned)]
+        for owned, rank, answer in answers:
+            error = answer.exception(left_s())
+            if error is not None and not isinstance(error, TimeoutError):
+                told = threading.Event()
+                owned.when_told(rank, told.set)
+                told.wait(left_s())
+
     def check_faults(self) -> None:
-        """Raises: UnexpectedFaults, when failures came that were not taken."""
+        """Raises: UnexpectedFaults, when failures came, or still come of what was sent, that were not taken."""
+        if not self._any_allowed:
+            self.settle()
         with self._faults.lock:
             left, self._faults.unexpected = self._faults.unexpected, []
         if left and not self._any_allowed:
@@ -120,17 +145,21 @@ class TestClient:
     # ---- disturbing
 
     def kill(self, procs: ProcMesh, signum: int = signal.SIGKILL) -> None:
-        """Send a signal to processes of this client's; over `inproc`, cut their threads off.
+        """Send a signal to processes of this client's; over `inproc`, cut their threads off. After SIGKILL it returns
+        when they are dead and the client knows; any other signal is only sent.
 
         Raises:
             LookupError: a process is not one that this client's host has started, or has ended.
+            TimeoutError: one is not dead within 10 seconds.
         """
         agent = self._root_client.agent
-        for proc in procs._procs:
-            launched = agent._procs.get(proc.key)
-            if launched is None or launched.running is None:
+        dead = [(proc, threading.Event()) for proc in procs._procs]
+        for proc, event in dead:
+            if not agent.signal(proc.key, signum, event.set):
                 raise LookupError(f"process {proc.uid} does not run on this client's host")
-            launched.running.kill(signum)
+        for proc, event in dead:
+            if signum == signal.SIGKILL and not event.wait(LIMIT_S):
+                raise TimeoutError(f"process {proc.uid} is not dead {LIMIT_S:g} s after SIGKILL")
 
     def faults_between(self, sender: ProcMesh, receiver: ProcMesh, seed: int = 0) -> LinkFaults:
         """Faults on what one process sends to another, over `inproc`. `this_proc()` of the client is a process too.
@@ -163,6 +192,16 @@ class TestClient:
     def close(self, timeout_s: float = _TEARDOWN_LIMIT_S) -> None:
         """Stop everything that the client owns; returns when it is gone."""
         self._root_client.shutdown().get(timeout_s)
+
+
+def _asked(owned: OwnedActors) -> list[tuple[int, Future[None]]]:
+    """Each member that lives is asked whether it is there, behind all that it was sent before: (rank, answer)."""
+    asked = []
+    for rank, proc in enumerate(owned.procs):
+        if rank not in owned.downs:
+            alone = Region((), Slice(rank, (), ()))
+            asked.append((rank, ActorMesh(owned.number, owned.name, b"", "", [proc], alone, alone).initialized))
+    return asked
 
 
 @contextmanager
@@ -200,6 +239,7 @@ def fresh_client(transport: str = "inproc", driver: str | None = None, **values:
             root._faults = faults = _Faults(hook)
             client = TestClient(made, faults)
             yield client
+            client.check_faults()
         except BaseException as error:
             if client is not None and client._faults.unexpected:
                 error.add_note(str(UnexpectedFaults(client._faults.unexpected)))
@@ -212,4 +252,3 @@ def fresh_client(transport: str = "inproc", driver: str | None = None, **values:
                 monarch.actor.unhandled_fault_hook = hook
                 context_module.set_client_context(before)
                 context_module._context.set(outer)
-        client.check_faults()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fractions
 import io
+import linecache
 import pickle
 import subprocess
 import sys
@@ -286,3 +287,24 @@ def test_an_error_of_unpickling_comes_out_of_decode() -> None:
 
     with pytest.raises(ValueError, match="invalid literal"):
         decode(encode(Unloadable()))
+
+
+def test_code_without_a_file_brings_its_lines_along() -> None:
+    """As a cell of a notebook does: tracebacks and `inspect.getsource` show them at the receiver."""
+    file, lines = (
+        "<cell of test_codec>",
+        ["def outer():\n", "    def fail():\n", "        1 / 0  # here\n", "    return fail\n"],
+    )
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile("".join(lines), file, "exec"), namespace)
+    linecache.cache[file] = 1, None, lines, file
+    parts = encode(namespace["outer"]())
+    del linecache.cache[file]
+
+    fail = decode(parts)
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        fail()
+    assert "1 / 0  # here" in "".join(traceback.format_exception(caught.value))
+    del linecache.cache[file]
+    assert "1 / 0" not in str(encode(fail))  # nobody has them any more: it goes without

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,8 +13,10 @@ import pytest
 
 from monarch.actor import (
     Accumulator,
+    Actor,
     ActorMesh,
     Channel,
+    Endpoint,
     Port,
     SupervisionError,
     as_endpoint,
@@ -22,6 +25,7 @@ from monarch.actor import (
     current_actor_name,
     endpoint,
     send,
+    this_host,
 )
 from tests.mesh.actors import AsyncWorker, Names, Sender, Ticker, Worker
 from tests.mesh.conftest import Shared
@@ -470,3 +474,28 @@ def test_a_large_result_and_argument_pass_whole(spawn: Spawn, shared: Shared) ->
     data = bytes(range(256)) * (16 << 12)
 
     assert spawn(Worker, on=one(shared)).echo.call_one(data).get(20) == data
+
+
+# How they look to editors and `help`
+
+
+class Documented(Actor):
+    @endpoint
+    def add(self, a: int, b: int = 0) -> int:
+        """The sum."""
+        return a + b
+
+    @endpoint(explicit_response_port=True)
+    def explicit(self, port: Port[int], *, n: int) -> None:
+        port.send(n)
+
+
+def test_an_endpoint_of_a_mesh_looks_like_its_method(monarch_client: Any) -> None:
+    mesh = this_host().spawn_procs({"gpus": 2}).spawn("documented", Documented)
+
+    assert mesh.add.__name__ == "add"
+    assert inspect.getdoc(mesh.add) == "The sum."
+    assert list(inspect.signature(mesh.add).parameters) == ["a", "b"]
+    assert str(inspect.signature(mesh.explicit)) == "(*, n: 'int') -> 'None'"
+    assert {"add", "explicit", "slice"} <= set(dir(mesh.slice(gpus=0)))
+    assert inspect.getdoc(Endpoint).startswith("An endpoint of a mesh.")

@@ -73,6 +73,47 @@ def test_an_unexpected_failure_fails_the_block() -> None:
     assert [failure.mesh_name for failure in caught.value.failures] == ["worker"]
 
 
+@pytest.mark.parametrize(("transport", "last_line"), [("inproc", "leave"), ("ipc", "leave"), ("ipc", "crash")])
+def test_a_failure_of_the_last_line_fails_the_block(transport: str, last_line: str) -> None:
+    """Also when the actor has much to do before it."""
+
+    class Frail(Actor):
+        @endpoint
+        def work(self) -> int:
+            return sum(range(1_000_000))
+
+        @endpoint
+        def leave(self) -> None:
+            raise SystemExit(3)
+
+        @endpoint
+        def crash(self) -> None:
+            os._exit(3)
+
+    with pytest.raises(UnexpectedFaults, match="frail"), fresh_client(transport):
+        frail = this_host().spawn_procs({"gpus": 2}).spawn("frail", Frail)
+        for _ in range(5):
+            frail.work.broadcast()
+        getattr(frail.slice(gpus=1), last_line).broadcast()
+
+
+@pytest.mark.parametrize("transport", ["inproc", "ipc"])
+def test_a_kill_returns_when_the_process_is_dead_and_that_is_known(transport: str) -> None:
+    with fresh_client(transport) as client:
+        procs = this_host().spawn_procs({"gpus": 2})
+        workers = procs.spawn("workers", Worker)
+        pid = workers.slice(gpus=1).pid.call_one().get(10)
+        client.kill(procs.slice(gpus=1))
+
+        assert len(client.faults) == 1
+        if transport != "inproc":
+            with pytest.raises(ProcessLookupError):
+                os.kill(pid, 0)
+        with pytest.raises(LookupError, match="does not run"):
+            client.kill(procs.slice(gpus=1))
+        client.expect_fault("Killed", 0)
+
+
 def test_a_failure_explains_another_error_of_the_block() -> None:
     with pytest.raises(LookupError) as caught, fresh_client() as client:
         this_host().spawn_procs().spawn("worker", Worker).leave.broadcast()

@@ -52,10 +52,11 @@ from attrs import define, field
 
 from monarch.launch import linux
 from monarch.launch.bootstrap import Job
+from monarch.launch.compiled import CodeStore, share_compiled_code
 from monarch.launch.forked import Birth, become, close_all_but, thread_setter
 from monarch.launch.leaving import run_and_leave
 from monarch.launch.tee import Tee
-from monarch.launch.wire import Lost, Message, Wire, close_all, explain
+from monarch.launch.wire import Lost, Message, Wire, close_all, explain, memory_file
 
 SOCKET_FD: Final = 3
 DRIVER_FD: Final = 4
@@ -388,6 +389,8 @@ def main(setup: Message) -> None:
     _load(setup["preload"], setup["driver"])
     kept = frozenset(sys.modules)
     library_fds = frozenset(_open_fds() - before)
+    store = CodeStore(memory_file())
+    share_compiled_code(store)
 
     wake, wake_by = os.pipe()
     reports = os.pipe()
@@ -402,7 +405,7 @@ def main(setup: Message) -> None:
     driver = DRIVER_FD if setup["pidfd"] else None
     for fd in (SOCKET_FD, *([driver] if driver is not None else [])):
         os.set_inheritable(fd, False)
-    job = Template(wire, driver, library_fds, thread_setter(), wake, reports).serve()
+    job = Template(wire, driver, library_fds | {store.fd}, thread_setter(), wake, reports).serve()
     if job is None:
         os._exit(0)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # out of the loop: an interrupt now ends this process as any other

@@ -300,12 +300,34 @@ def test_output_goes_where_the_spawner_s_went_at_that_moment(bench: Bench, tmp_p
     assert (tmp_path / "elsewhere").read_text() == "hello\n"
 
 
+def test_a_module_without_bytecode_is_compiled_once_and_again_after_an_edit(
+    bench: Bench, entry_on_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    module = entry_on_path / "edited.py"
+    code = """
+        import edited
+        tell([edited.x, edited.__file__])
+    """
+    never = """
+        import importlib.machinery
+        def refuse(*_, **__): raise AssertionError("compiled again")
+        importlib.machinery.SourceFileLoader.source_to_code = refuse
+    """
+    module.write_text("x = 1")
+    assert bench.told(code) == bench.told(textwrap.dedent(never) + textwrap.dedent(code)) == [1, str(module)]
+    module.write_text("x = 2")
+    assert bench.told(code) == [2, str(module)]
+
+
 def test_a_process_starts_clean(bench: Bench) -> None:
-    """Own process group, no open descriptors, default signals, an empty `__main__`, nothing of nng, one thread."""
+    """Own process group, no open descriptors but that of shared code, default signals, an empty `__main__`, nothing of
+    nng, one thread."""
     code = """
         import gc, signal
         fds = sorted(int(n) for n in os.listdir("/proc/self/fd"))
-        fds = [n for n in fds if os.path.exists(f"/proc/self/fd/{n}")]
+        there = [n for n in fds if os.path.lexists(f"/proc/self/fd/{n}")]
+        fds = [n for n in there if not os.readlink(f"/proc/self/fd/{n}").startswith("/memfd:monarch")]
         tell({
             "fds": fds,
             "leads": os.getpgrp() == os.getpid(),

@@ -63,8 +63,12 @@ def with_and_without_numpy(request: pytest.FixtureRequest, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("rows", [6, 6000])
 @pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_dtype_in_every_layout(dtype: str, name: str, rows: int, with_and_without_numpy: None) -> None:
+def test_every_dtype_in_every_layout(name: str, rows: int, with_and_without_numpy: None) -> None:
+    for dtype in DTYPES if rows == 6 else ("bfloat16", "int16"):  # the large ones travel as buffers of their own
+        arrives_equal(dtype, name, rows)
+
+
+def arrives_equal(dtype: str, name: str, rows: int) -> None:
     kind = getattr(torch, dtype)
     base = (torch.arange(rows * 8) % (2 if dtype == "bool" else 100)).to(kind).reshape(rows, 8)
     tensor = layout(name, base)

@@ -14,7 +14,6 @@ address where nobody listens any more is the evidence.
 
 from __future__ import annotations
 
-import errno
 import os
 import socket
 import threading
@@ -25,6 +24,7 @@ from typing import Final
 
 from attrs import define
 
+from monarch.core.dialer import Dialer, Refused
 from monarch.core.driver import Driver, Signal
 from monarch.core.envelope import Envelope, Flag, parse
 from monarch.core.ids import ProcId
@@ -39,13 +39,9 @@ from monarch.transports.base import Frame, Link, Listener, Transport
 
 log = get_logger("monarch.gateway")
 
-_HELLO_LIMIT_S: Final = 10.0
 _GOODBYE_LIMIT_S: Final = 1.0
 _GOODBYE_LEAST_S: Final = 0.05
 _GONE_KEPT: Final = 256
-_DIALS_AT_ONCE: Final = 8  # a process that calls hundreds of others shall not bury them in handshakes
-_REDIAL_FIRST_S: Final = 0.005
-_REDIAL_MOST_S: Final = 0.5
 
 
 @define(frozen=True)
@@ -56,11 +52,16 @@ class Limits:
     ack_interval_s: float = 0.5
     ack_every_n: int = 1000
     send_buffer_bytes: int = 256 << 20
+    hello_timeout_s: float = 10.0
+
+
+def _ignore(*, silent: bool) -> None:
+    """Who dials us tries again by itself."""
 
 
 class Gateway:
     """See the module. `deliver` takes the messages for this process, `bounce` those that cannot go on, `on_gone` hears
-    of peers that are gone, `locate` asks a keeper, blocking, and returns an address or raises `PeerGone`."""
+    of peers that are gone; for `locate` see `Dialer`."""
 
     def __init__(
         self,
@@ -72,7 +73,7 @@ class Gateway:
         deliver: Callable[[Envelope], None],
         bounce: Callable[[Envelope, Down], None],
         on_gone: Callable[[Peer, Down], None],
-        locate: Callable[[ProcId, float], str],
+        locate: Callable[[ProcId, Callable[[str | Down], None]], None],
         limits: Limits | None = None,
     ) -> None:
         self.proc = proc
@@ -83,17 +84,26 @@ class Gateway:
         self.peers: dict[int, Peer] = {}
         self._gone: deque[int] = deque()  # keys of the last peers that are GONE; older ones are forgotten
         self._secret = secret
-        self._deliver, self._bounce, self._on_gone, self._locate = deliver, bounce, on_gone, locate
+        self._deliver, self._bounce, self._on_gone = deliver, bounce, on_gone
         self._listener: Listener | None = None
         self._lock = threading.Lock()
-        self._dialing = threading.Semaphore(_DIALS_AT_ONCE)
         self._closed = False
         self._poller = Poller()
         self._links: dict[Link, int] = {}  # every link that was registered and not dropped yet, and its descriptor
-        self._newcomers: dict[Link, Callable[[], None]] = {}  # those whose hello is awaited, and who hears of a refusal
+        self._newcomers: dict[Link, Refused] = {}  # those whose hello is awaited, and who hears of a refusal
         self._owing_acks: set[Peer] = set()
         self._corked: deque[Peer] = deque()  # those whose outbox the next pump looks at
         self.call_later = self._poller.call_later
+        self._dialer = Dialer(
+            transport,
+            secret,
+            self.limits.message_delivery_timeout_s,
+            self.limits.hello_timeout_s,
+            locate=locate,
+            greet=self._greet,
+            give_up=lambda peer, down: self.declare_gone(peer.proc, down),
+            call_later=self.call_later,
+        )
 
     # ---- starting and ending
 
@@ -124,7 +134,7 @@ class Gateway:
             for peer in list(self.peers.values()):
                 link = peer.link
                 if link is None:
-                    left = left or bool(peer.session.unacked and peer.connecting and not peer.said_goodbye)
+                    left = left or bool(peer.session.unacked and peer.dialing is not None and not peer.said_goodbye)
                     continue
                 if link not in told:
                     told.add(link)
@@ -138,6 +148,7 @@ class Gateway:
             self.call_later(0.001, signal.notify)
             self.driver.wait(signal, deadline_s - time.monotonic())
         self._closed = True
+        self._dialer.close()
         self.driver.stop()
         if self._listener is not None:
             self._listener.close()
@@ -206,7 +217,7 @@ class Gateway:
         down = peer.send([envelope.head(), *envelope.parts])
         if down is not None:
             return down
-        if peer.state is State.NEW and not peer.connecting:
+        if peer.state is State.NEW and peer.dialing is None:
             self.connect(peer.proc)  # it is known, and nobody has dialed it yet
         if may_wait:
             self.wait_for_room(peer.key)
@@ -314,95 +325,17 @@ class Gateway:
         """The peer of that name, with a link to it on the way. A process that we keep dials us itself."""
         peer = self.peer(proc)
         if peer.state in (State.NEW, State.BROKEN) and not self._keeps(proc):
-            self._start_connecting(peer)
+            self._dialer.start(peer)
         return peer
 
     def _keeps(self, proc: ProcId) -> bool:
         return proc.keeper is not None and proc.keeper.key == self.key
 
-    def _start_connecting(self, peer: Peer) -> None:
-        with peer.lock:
-            if peer.connecting or peer.state in (State.UP, State.GONE) or self._closed:
-                return
-            peer.connecting = True
-        threading.Thread(target=self._dial_until_up, args=(peer,), daemon=True, name="monarch-dial").start()
-
-    def _dial_until_up(self, peer: Peer) -> None:
-        """Dial until there is a link, the peer is known to be gone, or the delivery time is over."""
-        deadline_s = time.monotonic() + self.limits.message_delivery_timeout_s
-        pause_s = _REDIAL_FIRST_S
-        trouble = "nothing was tried"
-        news = Signal()
-        down: Down | None = None
-        try:
-            while not self._closed:
-                news.clear()
-                with peer.lock:
-                    if peer.state in (State.UP, State.GONE):
-                        return
-                    if news.notify not in peer.waiting_for_state:
-                        peer.waiting_for_state.append(news.notify)
-                left_s = deadline_s - time.monotonic()
-                if left_s <= 0:
-                    text = (
-                        f"process {peer.proc.uid} could not be reached for {self.limits.message_delivery_timeout_s:g} s"
-                    )
-                    down = Down("unreachable", f"{text}: {trouble}", peer.pid, peer.host)
-                    return
-                try:
-                    address = self._address_of(peer, left_s)
-                    with self._dialing:
-                        link = self.transport.dial(address, self._secret, min(left_s, _HELLO_LIMIT_S))
-                        self._greet(peer, link, news.notify)
-                        self.driver.wait(news, min(left_s, _HELLO_LIMIT_S))
-                    trouble = "it accepted the connection and did not answer"
-                except PeerGone as error:
-                    down = error.down
-                    return
-                except ConnectionRefusedError as error:
-                    if peer.proc.keeper is None:
-                        text = f"process {peer.proc.uid} is gone: nobody listens at {peer.address or peer.proc.address}"
-                        down = Down("unreachable", text, peer.pid, peer.host)
-                        return
-                    trouble = str(error)
-                except (OSError, MonarchError, ValueError) as error:
-                    trouble = f"{type(error).__name__}: {error}"
-                    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-                        text = f"process {peer.proc.uid} cannot be reached: {trouble} (see `ulimit -n`)"
-                        down = Down("unreachable", text, peer.pid, peer.host)
-                        return
-                news.clear()
-                if peer.state not in (State.UP, State.GONE) and not self._closed:
-                    self.driver.wait(news, min(left_s, pause_s))
-                    pause_s = min(2 * pause_s, _REDIAL_MOST_S)
-        finally:
-            if down is not None and not self._closed:
-                found = down
-                self.call_later(0.0, lambda: self._give_up_dialing(peer, found))
-            else:
-                with peer.lock:
-                    peer.connecting = False
-                if peer.state is State.BROKEN and not self._closed:
-                    self._start_connecting(peer)
-
-    def _give_up_dialing(self, peer: Peer, down: Down) -> None:
-        """On the driving thread, where no link can come up meanwhile."""
-        with peer.lock:
-            peer.connecting = False
-            if peer.link is not None:
-                return  # it has dialed us in time
-        self.declare_gone(peer.proc, down)
-
-    def _address_of(self, peer: Peer, left_s: float) -> str:
-        if peer.proc.keeper is None:
-            return peer.proc.address or peer.address
-        return self._locate(peer.proc, left_s)
-
     def _hello(self, peer: Peer | None) -> Hello:
         received = peer.session.received if peer is not None else 0
         return Hello(str(self.proc), self.address, received, os.getpid(), socket.gethostname())
 
-    def _greet(self, peer: Peer, link: Link, refused: Callable[[], None]) -> None:
+    def _greet(self, peer: Peer, link: Link, refused: Refused) -> None:
         """A link that we dialed: say hello, and wait for the answer in the pump. `refused` hears when there is none."""
         try:
             link.send_nowait([self._hello(peer).encode()])
@@ -411,13 +344,13 @@ class Gateway:
             self._drop(link)
             raise
 
-    def _await_hello(self, link: Link, dialed: Peer | None, refused: Callable[[], None] = lambda: None) -> None:
+    def _await_hello(self, link: Link, dialed: Peer | None, refused: Refused = _ignore) -> None:
         self._newcomers[link] = refused
         self._links[link] = fd = link.fileno()
         self._poller.register(fd, lambda _: self._on_hello(link, dialed))
         if link.blocked:
             self._poller.watch(fd, True)
-        self.call_later(_HELLO_LIMIT_S, lambda: self._drop_if_silent(link))
+        self.call_later(self.limits.hello_timeout_s, lambda: self._drop_if_silent(link))
 
     def _on_listener(self, event: int) -> None:
         assert self._listener is not None
@@ -427,10 +360,10 @@ class Gateway:
 
     def _drop_if_silent(self, link: Link) -> None:
         if link in self._newcomers:
-            log.info("link.silent", peer=link.peer, limit_s=_HELLO_LIMIT_S)
-            self._drop(link)
+            log.info("link.silent", peer=link.peer, limit_s=self.limits.hello_timeout_s)
+            self._drop(link, silent=True)
 
-    def _drop(self, link: Link) -> None:
+    def _drop(self, link: Link, *, silent: bool = False) -> None:
         """End a link, once: its descriptor may soon be another's."""
         fd = self._links.pop(link, None)
         refused = self._newcomers.pop(link, None)
@@ -438,7 +371,7 @@ class Gateway:
             self._poller.unregister(fd)
         link.abort()
         if refused is not None:
-            refused()
+            refused(silent=silent)
 
     def _on_hello(self, link: Link, dialed: Peer | None) -> None:
         """The first frames of a new link: who is there, and what it has of the session."""
@@ -513,7 +446,7 @@ class Gateway:
         elif peer.said_goodbye and peer.proc.keeper is None:
             self.declare_gone(peer.proc, Down("stopped", f"process {peer.proc.uid} has ended", peer.pid, peer.host))
         else:
-            self._start_connecting(peer)
+            self._dialer.start(peer)
 
     def _give_up_broken(self, peer: Peer, breaks: int) -> None:
         if peer.state is State.BROKEN and peer.breaks == breaks:

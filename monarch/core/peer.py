@@ -64,7 +64,8 @@ class Peer:
     pid: int = 0
     host: str = ""
     said_goodbye: bool = False
-    connecting: bool = False
+    dialing: object | None = None
+    """Who tries to reach it, while there is no link: see `dialer`."""
     down: Down | None = None
     torn: bool = False
     """Sending was interrupted in the middle: the pump is to end the link."""
@@ -191,6 +192,7 @@ class Peer:
         self.link, self.we_dialed = link, we_dialed
         self.address, self.pid, self.host = hello.address, hello.pid, hello.host
         self.state = State.UP
+        self.dialing = None
         self.outbox.clear()
         self.outbox.extend((frame, sum(map(len, frame))) for frame in frames)
         self.outbox_bytes = sum(size for _, size in self.outbox)
@@ -208,6 +210,7 @@ class Peer:
 
     def abandon(self) -> list[list[Buffer]]:
         """The peer is gone: everything that it did not acknowledge, oldest first, as `[head, *parts]`."""
+        self.dialing = None
         undelivered = [parts for _, parts, _ in self.session.unacked]
         self.session.unacked.clear()
         self.session.unacked_bytes = 0

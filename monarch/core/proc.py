@@ -314,18 +314,23 @@ class Proc:
     def _on_watch(self, envelope: Envelope, number: int) -> None:
         self.monitors.watch((self.key, number), lambda down: self.answer(envelope, down))
 
-    def _locate(self, proc: ProcId, left_s: float) -> str:
-        """Ask the keeper of `proc` where it listens; blocks.
-
-        Raises:
-            PeerGone: it is gone, and the keeper says why; or the keeper is.
-            TimeoutError: the keeper does not know yet.
-        """
+    def _locate(self, proc: ProcId, found: Callable[[str | Down], None]) -> None:
+        """Ask the keeper of `proc` where it listens. The answer comes when it is up, or gone, or the keeper is."""
         assert proc.keeper is not None
-        kind, answer = self.request(proc.keeper, "locate", proc.key).get(max(left_s, 0.001))
-        if kind == "gone":
-            raise PeerGone(answer)
-        return str(answer)
+        asked = self.request(proc.keeper, "locate", proc.key)
+
+        def answered() -> None:
+            error = asked.exception(0)
+            if error is None:
+                found(asked.get(0)[1])
+            else:
+                found(
+                    error.down
+                    if isinstance(error, PeerGone)
+                    else self.failed(f"no answer from its host: {error}", error)
+                )
+
+        asked._on_done(answered)
 
     def _on_locate(self, envelope: Envelope, key: int) -> None:
         """Another process asks for one that we keep: answer once it is up, or gone."""

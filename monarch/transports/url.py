@@ -11,6 +11,7 @@ ADVERTISE@BIND          two URLs: peers dial the first, the listener binds the s
 
 from __future__ import annotations
 
+import ipaddress
 import re
 
 from attrs import define
@@ -70,6 +71,17 @@ def parse(text: str, scheme: str | None = None) -> Url:
     if scheme is not None and url.scheme != scheme:
         raise ValueError(f"{text!r}: expected an address that starts with {scheme}://")
     return url
+
+
+def stays_on_host(text: str) -> bool:
+    """Whether a connection to that address cannot leave this host, where the kernel knows who is gone."""
+    url = parse(text)
+    if url.scheme != "tcp":
+        return True
+    try:
+        return ipaddress.ip_address(url.host).is_loopback
+    except ValueError:
+        return url.host == "localhost"
 
 
 def _parse_one(text: str, whole: str) -> Url:

@@ -428,9 +428,8 @@ def test_nonsense_is_dropped_with_a_warning(
     assert "link.refused" in caplog.text and not a.gateway._links
 
 
-def test_a_connection_that_says_nothing_is_dropped(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gateway_module, "_HELLO_LIMIT_S", 0.05)
-    a = net.proc("a")
+def test_a_connection_that_says_nothing_is_dropped(net: Net) -> None:
+    a = net.proc("a", hello_timeout_s=0.05)
     link = _dial(net, a)
     until(lambda: _dropped(link))
     link.abort()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from monarch.errors import NotViable
-from monarch.transports.url import Url, parse
+from monarch.transports.url import Url, parse, stays_on_host
 
 GOOD = [
     ("tcp://127.0.0.1:80", Url("tcp", "127.0.0.1", 80)),
@@ -66,3 +66,19 @@ def test_an_address_of_another_transport_is_refused():
 def test_metatls_is_refused_with_the_reason_and_the_alternative(text):
     with pytest.raises(NotViable, match=r"certificates.*use tcp://"):
         parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "stays"),
+    [
+        ("ipc:///tmp/x", True),
+        ("inproc://x", True),
+        ("tcp://127.0.0.9:1", True),
+        ("tcp://[::1]:1", True),
+        ("tcp://localhost:1", True),
+        ("tcp://10.0.0.1:1", False),
+        ("tcp://node7:1", False),
+    ],
+)
+def test_which_addresses_stay_on_the_host(text: str, stays: bool) -> None:
+    assert stays_on_host(text) is stays

@@ -1,0 +1,190 @@
+"""Reaching other processes: finding where they listen, dialing, the pauses between tries, and giving up.
+
+A try has three steps: ask the keeper where the process listens, dial, and hear the hello of the other side. No thread
+waits for the first and the last; dialing blocks, on one of `_AT_ONCE` threads, which end when nobody is left to dial.
+So a process that calls hundreds of others buries neither itself nor them in handshakes.
+
+Tries that fail go on for `limit_s`. Silence of a process on this host does not count: whoever accepts a connection
+there and says nothing is busy, for if it were gone the connection would be refused, and its keeper would know.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Final, Protocol
+
+from attrs import define
+
+from monarch.core.ids import ProcId
+from monarch.core.monitor import Down
+from monarch.core.peer import Peer, State
+from monarch.transports import url
+from monarch.transports.base import Link, Transport
+
+_AT_ONCE: Final = 8
+_PAUSE_FIRST_S: Final = 0.005
+_PAUSE_MOST_S: Final = 0.5
+
+
+class Refused(Protocol):
+    def __call__(self, *, silent: bool) -> None:
+        """A link that was dialed came to nothing; `silent`: no hello came in time."""
+        ...
+
+
+@define(eq=False)
+class Dialing:
+    """The tries to reach one peer, until one succeeds or the last has failed; `Peer.dialing` while they go on."""
+
+    peer: Peer
+    deadline_s: float
+    pause_s: float = _PAUSE_FIRST_S
+
+    @property
+    def wanted(self) -> bool:
+        return self.peer.dialing is self
+
+
+class Dialer:
+    """See the module.
+
+    Args:
+        locate: asks the keeper of a process for its address, and calls back with it, or with why the process is gone.
+        greet: takes a new link to a peer, and calls back if it comes to nothing.
+        give_up: hears of a peer that could not be reached.
+        call_later: calls back on the driving thread.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        secret: bytes,
+        limit_s: float,
+        hello_limit_s: float,
+        *,
+        locate: Callable[[ProcId, Callable[[str | Down], None]], None],
+        greet: Callable[[Peer, Link, Refused], None],
+        give_up: Callable[[Peer, Down], None],
+        call_later: Callable[[float, Callable[[], None]], object],
+    ) -> None:
+        self._transport, self._secret = transport, secret
+        self._limit_s, self._hello_limit_s = limit_s, hello_limit_s
+        self._locate, self._greet, self._give_up, self._call_later = locate, greet, give_up, call_later
+        self._lock = threading.Lock()
+        self._queue: deque[tuple[Dialing, str]] = deque()
+        self._threads = 0
+        self._closed = False
+
+    def start(self, peer: Peer) -> None:
+        """Reach `peer`, unless that goes on already, or there is no need. Returns at once."""
+        with peer.lock:
+            if peer.dialing is not None or peer.state in (State.UP, State.GONE) or self._closed:
+                return
+            dialing = peer.dialing = Dialing(peer, time.monotonic() + self._limit_s)
+        self._find(dialing)
+
+    def close(self) -> None:
+        self._closed = True
+        self._queue.clear()
+
+    # ---- the steps of a try
+
+    def _find(self, dialing: Dialing) -> None:
+        if not dialing.wanted or self._closed:
+            return
+        proc = dialing.peer.proc
+        if proc.keeper is None:
+            self._enqueue(dialing, proc.address or dialing.peer.address)
+        else:
+            self._locate(proc, partial(self._found, dialing))
+
+    def _found(self, dialing: Dialing, answer: str | Down) -> None:
+        if isinstance(answer, str):
+            self._enqueue(dialing, answer)
+        else:
+            self._end(dialing, answer)
+
+    def _enqueue(self, dialing: Dialing, address: str) -> None:
+        with self._lock:
+            self._queue.append((dialing, address))
+            if self._threads == _AT_ONCE:
+                return
+            self._threads += 1
+        threading.Thread(target=self._work, daemon=True, name="monarch-dial").start()
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._queue:
+                    self._threads -= 1
+                    return
+                dialing, address = self._queue.popleft()
+            if dialing.wanted and not self._closed:
+                self._dial(dialing, address)
+
+    def _dial(self, dialing: Dialing, address: str) -> None:
+        peer, uid = dialing.peer, dialing.peer.proc.uid
+        try:
+            link = self._transport.dial(address, self._secret, self._hello_limit_s)
+            self._greet(peer, link, partial(self._refused, dialing, address))
+        except ConnectionRefusedError as error:
+            if peer.proc.keeper is None:
+                self._end(dialing, self._unreachable(peer, f"process {uid} is gone: nobody listens at {address}"))
+            else:
+                self._try_again(dialing, str(error))
+        except Exception as error:
+            trouble = f"{type(error).__name__}: {error}"
+            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+                text = f"process {uid} cannot be reached: {trouble} (see `ulimit -n`)"
+                self._end(dialing, self._unreachable(peer, text))
+            elif isinstance(error, TimeoutError):
+                self._silent(dialing, address, trouble)
+            else:
+                self._try_again(dialing, trouble)
+
+    def _refused(self, dialing: Dialing, address: str, *, silent: bool) -> None:
+        if silent:
+            self._silent(dialing, address, "it accepted the connection and did not answer")
+        else:
+            self._try_again(dialing, "it accepted the connection and ended it again")
+
+    # ---- between tries
+
+    def _silent(self, dialing: Dialing, address: str, trouble: str) -> None:
+        if url.stays_on_host(address):
+            dialing.deadline_s = time.monotonic() + self._limit_s
+            self._pause(dialing)
+        else:
+            self._try_again(dialing, trouble)
+
+    def _try_again(self, dialing: Dialing, trouble: str) -> None:
+        if time.monotonic() < dialing.deadline_s:
+            self._pause(dialing)
+        else:
+            text = f"process {dialing.peer.proc.uid} could not be reached for {self._limit_s:g} s: {trouble}"
+            self._end(dialing, self._unreachable(dialing.peer, text))
+
+    def _pause(self, dialing: Dialing) -> None:
+        pause_s, dialing.pause_s = dialing.pause_s, min(2 * dialing.pause_s, _PAUSE_MOST_S)
+        self._call_later(pause_s, lambda: self._find(dialing))
+
+    def _end(self, dialing: Dialing, down: Down) -> None:
+        """On the driving thread, where no link can come up meanwhile."""
+
+        def end() -> None:
+            peer = dialing.peer
+            with peer.lock:
+                if peer.dialing is not dialing:
+                    return  # it has dialed us in time
+                peer.dialing = None
+            self._give_up(peer, down)
+
+        self._call_later(0.0, end)
+
+    def _unreachable(self, peer: Peer, text: str) -> Down:
+        return Down("unreachable", text, peer.pid, peer.host)

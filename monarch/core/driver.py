@@ -22,6 +22,9 @@ from typing import Final, Protocol
 from monarch.core.held import NOTHING_HELD, Held, NothingHeld, on_main_thread
 
 _TAKE_OVER_S: Final = 0.010
+_LOOK_S: Final = 1.0
+"""The longest sleep of the main thread. A signal that comes between Python's last look at signals and the call of the
+system does not end that call: about one Ctrl-C in 3,000 would wait for the next message."""
 
 
 class Signal:
@@ -60,7 +63,9 @@ class Signal:
 
     def sleep(self, timeout_s: float | None) -> None:
         """Sleep on the lock until nudged; may return early."""
-        if timeout_s is None:
+        if on_main_thread():
+            self._lock.acquire(timeout=_LOOK_S if timeout_s is None else min(max(timeout_s, 0.0), _LOOK_S))
+        elif timeout_s is None:
             self._lock.acquire()
         else:
             self._lock.acquire(timeout=min(max(timeout_s, 0.0), threading.TIMEOUT_MAX))
@@ -182,6 +187,8 @@ class CallerDriver:
                 left_s = None if deadline_s is None else deadline_s - time.monotonic()
                 if left_s is not None and left_s <= 0:
                     return
+                if held is not NOTHING_HELD:
+                    left_s = _LOOK_S if left_s is None else min(left_s, _LOOK_S)
                 self._pump(left_s)
         finally:
             signal.wake = None

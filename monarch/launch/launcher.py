@@ -1,9 +1,9 @@
 """Starting, watching and ending the OS processes of this host.
 
 A `Launcher` belongs to one process, the driver, and knows nothing of actors: a child is a name, an entry point and an
-opaque payload. It sends requests to its template process, which forks the children and is their parent and guardian
-(`template`, where the states and the rules of belonging are described); here is only the driver's side: which children
-there are, who wants to know of their ends, and what a template's own death means for them.
+opaque payload. It sends requests to its template process, which forks the children and is their parent (`template`,
+where the states and the rules of belonging are described), and has a `guardian` for a parent itself; here is only the
+driver's side: which children there are, who wants to know of their ends, and what a template's own death means to them.
 
 A child execs a fresh interpreter, rather than being forked, if it has a command of its own, or if its environment needs
 one (`process.must_exec`).
@@ -35,6 +35,7 @@ from attrs import define, evolve, field
 
 from monarch.launch import linux
 from monarch.launch.bootstrap import default_bootstrap_cmd, fresh_interpreter_cmd
+from monarch.launch.orphans import kill
 from monarch.launch.process import Exit, LaunchSpec, must_exec
 from monarch.launch.template import DRIVER_FD, SETUP_FD, SOCKET_FD, START
 from monarch.launch.wire import Message, Wire, close_all, explain, memory_file
@@ -50,7 +51,7 @@ _TEMPLATE_ENV: Final = {"OPENBLAS_NUM_THREADS": "1"}  # else importing numpy sta
 
 _LIMITS: Final = sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")})
 _FIRST_FD: Final = 10  # above the numbers that descriptors get in the template
-_KILL_MARGIN_S: Final = 2.0  # what `close` adds for SIGKILL to work
+_KILL_MARGIN_S: Final = 2.0  # what `close` adds for SIGKILL to work, and again where the template is stuck
 
 
 @define(eq=False)
@@ -76,22 +77,19 @@ class Child:
         """Whether nothing is known of its end."""
         return self.exit is None
 
-    def kill(self, signum: int = signal.SIGKILL, *, group: bool | None = None) -> None:
-        """Send a signal, through the template, which knows whether the pid is still this child's.
-
-        Args:
-            signum: the signal.
-            group: whether the whole process group gets it; by default SIGKILL does.
-        """
-        self._launcher._kill(self, signum, signum == signal.SIGKILL if group is None else group)
+    def kill(self, signum: int = signal.SIGKILL) -> None:
+        """Send a signal, through the template, which knows whether the pid is still this child's."""
+        self._launcher._kill(self, signum)
 
 
 @define(eq=False)
 class _Template:
-    pid: int
+    guardian: int  # pid
     wire: Wire
     env: dict[str, str]
-    ready: bool = False
+    pid: int = 0  # once it is ready
+    status: tuple[int | None, int | None] = (None, None)  # exit code and signal, once it is over
+    trouble: str = ""  # what made it end its children
     children: dict[int, Child] = field(factory=dict)
 
 
@@ -107,6 +105,7 @@ class Launcher:
         self._lock = threading.RLock()
         self._ids = itertools.count(1)
         self._template: _Template | None = None
+        self._guardians: dict[int, int] = {}  # pidfd: pid, of those that run
         self._over: deque[tuple[Child, Exit]] = deque()
         self._closed = self._forked = False
         self._oom_kills = linux.oom_kills()
@@ -237,8 +236,12 @@ class Launcher:
             far.close()
             close_all(fds.values())
         template = _Template(pid, Wire(near.detach()), env)
-        log.debug("template.started", pid=pid)
+        log.debug("guardian.started", pid=pid)
         self._ready.watch(template.wire.fileno())
+        pidfd = linux.open_pidfd(pid)
+        if pidfd is not None:
+            self._guardians[pidfd] = pid
+            self._ready.watch(pidfd)
         return template
 
     def _post(self, template: _Template, message: Message, fds: Sequence[int] = ()) -> None:
@@ -249,14 +252,14 @@ class Launcher:
         template.wire.flush()
         self._ready.watch(template.wire.fileno(), writable=template.wire.pending)
 
-    def _kill(self, child: Child, signum: int, group: bool) -> None:
+    def _kill(self, child: Child, signum: int) -> None:
         with self._lock:
             if self._forked:
                 return
             template = self._template
             if template is not None and child._id in template.children:
                 child._killed = child._killed or signum == signal.SIGKILL
-                self._post(template, {"op": "kill", "id": child._id, "signal": int(signum), "group": group})
+                self._post(template, {"op": "kill", "id": child._id, "signal": int(signum)})
 
     # -- watching
 
@@ -270,12 +273,13 @@ class Launcher:
         A callback that raises does not keep the others from running; the first exception is raised at the end.
         """
         with self._lock:
-            if self._forked or (self._closed and self._template is None and not self._over):
+            if self._forked or (self._closed and self._template is None and not self._guardians and not self._over):
                 return
             template = self._template
             if template is not None:
                 self._flush(template)
                 self._drain(template)
+            self._reap_guardians()
             with contextlib.suppress(BlockingIOError):
                 os.read(self._bell[0], 4096)  # whatever it rang for is taken below
         problem: BaseException | None = None
@@ -301,9 +305,13 @@ class Launcher:
     def _take(self, template: _Template, message: Message) -> None:
         match message["op"]:
             case "ready":
-                template.ready = True
+                template.pid = message["pid"]
                 if (message["threads"] or 1) > 1:
                     log.warning("template.has_threads", threads=message["threads"], preload=self._preload)
+            case "over":
+                template.status = message["code"], message["signal"]
+            case "unguarded":
+                template.trouble = f"the guardian process {template.guardian} of the template was killed"
             case "started":
                 for id, pid in message["children"]:
                     if id in template.children:
@@ -311,8 +319,8 @@ class Launcher:
             case "ended":
                 child = template.children.pop(message["id"])
                 child.pid = message["pid"]
-                hint = ""
-                if message["signal"] == signal.SIGKILL and not child._killed and message["error"] is None:
+                hint = template.trouble
+                if not hint and message["signal"] == signal.SIGKILL and not child._killed and message["error"] is None:
                     hint = self._reason_for_sigkill()
                 end = Exit(child.pid, message["code"], message["signal"], message["error"], message["tail"], hint=hint)
                 self._end(child, end)
@@ -342,22 +350,37 @@ class Launcher:
             return
         self._ready.forget(template.wire.fileno())
         template.wire.close()
-        status = _reap(template.pid)
-        how = f"the template process {template.pid}, its parent, " + Exit(template.pid, *status).describe()
-        log.debug("template.ended", pid=template.pid, code=status[0], signal=status[1])
+        code, signum = template.status
+        end = "has ended" if code is signum is None else Exit(template.pid, code, signum).describe()
+        how = template.trouble or f"the template process {template.pid}, its parent, {end}"
+        log.debug("template.ended", pid=template.pid, code=code, signal=signum)
+        if not self._guardians:  # no pidfds here
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(template.guardian, 0)
         for child in list(template.children.values()):
             if child.pid is None:
-                self._end(child, Exit(None, error=how if template.ready else f"{how} before it was ready"))
+                self._end(child, Exit(None, error=how if template.pid else f"{how} before it was ready"))
                 continue
-            with contextlib.suppress(OSError):
-                os.killpg(child.pid, signal.SIGKILL)
+            if not linux.LINUX:
+                with contextlib.suppress(OSError):
+                    os.killpg(child.pid, signal.SIGKILL)
             self._end(child, Exit(child.pid, signal=int(signal.SIGKILL), hint=how))
+
+    def _reap_guardians(self) -> None:
+        for pidfd, pid in list(self._guardians.items()):
+            with contextlib.suppress(ChildProcessError):  # somebody else has collected it
+                if os.waitpid(pid, os.WNOHANG) == (0, 0):
+                    continue
+            self._ready.forget(pidfd)
+            os.close(pidfd)
+            del self._guardians[pidfd]
 
     # -- ending
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """End every child that is left: SIGTERM, and after `timeout_s` SIGKILL to its whole process group; then end the
-        template. Blocks no longer than `timeout_s` and two seconds. Runs the callbacks of those that end.
+        """End every child that is left: SIGTERM, and after `timeout_s` SIGKILL; then end the template and its guardian.
+        Blocks no longer than `timeout_s` and two seconds (six where the template is stuck). Runs the callbacks of those
+        that end.
 
         `fileno()` is closed afterwards: nobody else may be waiting on it by then.
         """
@@ -377,19 +400,21 @@ class Launcher:
         pump()
         with self._lock:
             template = self._template
-            if template is not None and not template.ready:
-                with contextlib.suppress(OSError):
-                    os.kill(template.pid, signal.SIGKILL)  # it has not forked anything yet
+            if template is not None and not template.pid:
+                template.wire.hang_up()  # it has not forked anything yet
             elif template is not None:
                 for child in template.children.values():
                     child._killed = True
                 self._post(template, {"op": "end", "grace_s": timeout_s})
-        deadline_s = time.monotonic() + timeout_s + _KILL_MARGIN_S
-        while self._template is not None:
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0 and template is not None:
-                with contextlib.suppress(OSError):
-                    os.kill(template.pid, signal.SIGKILL)
+        hang_up_s = time.monotonic() + timeout_s + _KILL_MARGIN_S
+        deadline_s = hang_up_s + 2 * _KILL_MARGIN_S
+        while self._template is not None or self._guardians:
+            now_s = time.monotonic()
+            if template is not None and now_s >= hang_up_s:
+                template.wire.hang_up()
+            if now_s >= deadline_s:
+                for pid in self._guardians.values():
+                    kill(pid, signal.SIGKILL)
             poll = select.poll()
             poll.register(self._ready.fileno(), select.POLLIN)
             poll.poll(100)  # another thread that pumps may have taken the event meanwhile
@@ -420,6 +445,8 @@ class Launcher:
         template, self._template = self._template, None
         if template is not None:
             template.wire.close()
+        close_all(self._guardians)
+        self._guardians.clear()
         if not self._closed:
             self._ready.close()
             close_all(self._bell)
@@ -458,14 +485,3 @@ def _duplicate(fd: int) -> int:
     if not _is_open(fd):
         return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
     return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
-
-
-def _reap(pid: int) -> tuple[int | None, int | None]:
-    """Collect a template whose socket has ended: (exit code, signal), both None if somebody else has collected it."""
-    with contextlib.suppress(OSError):
-        os.kill(pid, signal.SIGKILL)  # no effect on one that is exiting, which is the rule
-    try:
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    except ChildProcessError:
-        return None, None
-    return (status, None) if status >= 0 else (None, -status)

@@ -12,14 +12,15 @@ more. `KILLING` sends SIGKILL to all that is left. From ENDING and KILLING the t
                    └──────── driver gone (also in ENDING) ────┘
 
 **The driver is gone** when its pidfd is readable or the socket ends. Both are watched: a forked copy of the driver
-keeps the socket open, and a driver that execs keeps its pid.
+keeps the socket open, and a driver that execs keeps its pid. The end of the template's own parent, the `guardian`,
+counts the same.
 
-**Who belongs to whom.** The template leads a session of its own, so that neither Ctrl-C nor the hang-up of a terminal
-reaches anything but the driver, and no child has a controlling terminal to be stopped by. Each child leads a process
-group in that session, and dies with the template (parent-death signal). The template and each child are subreapers:
-what a child's descendants leave behind stays below the child while it lives (a process that has made itself a daemon
-there is the child's zombie when it ends), and comes up here when the child is dead. Hence every process below the
-template which it did not start is the orphan of a dead child, whatever session it made for itself, and is killed.
+**Who belongs to whom.** The guardian leads a session of its own, with the template in it, so that neither Ctrl-C nor
+the hang-up of a terminal reaches anything but the driver, and no child has a controlling terminal to be stopped by.
+Each child leads a process group in that session, and dies with the template (parent-death signal). The template and
+each child are subreapers: what a child's descendants leave behind stays below the child while it lives (a process that
+has made itself a daemon there is the child's zombie when it ends), and comes up here when the child is dead: see
+`orphans`.
 
 **Becoming a child.** All signals but SIGCHLD and faults are blocked in the template, so that a fork misses none before
 it has its own handlers. The child's work is *returned* out of the loop, up to the last line of the interpreter's main
@@ -54,7 +55,9 @@ from monarch.launch import linux
 from monarch.launch.bootstrap import Job
 from monarch.launch.compiled import CodeStore, share_compiled_code
 from monarch.launch.forked import Birth, become, close_all_but, thread_setter
+from monarch.launch.guardian import fork_template
 from monarch.launch.leaving import run_and_leave
+from monarch.launch.orphans import Orphans, kill
 from monarch.launch.tee import Tee
 from monarch.launch.wire import Lost, Message, Wire, close_all, explain, memory_file
 
@@ -116,6 +119,7 @@ class Template:
 
     wire: Wire
     driver: int | None  # pidfd
+    lifeline: int  # readable when the guardian is gone
     library_fds: frozenset[int]
     set_threads: Callable[[dict[str, str]], None]
     wake: int  # readable after SIGCHLD
@@ -128,7 +132,8 @@ class Template:
     tees: list[Tee] = field(factory=list)
     started: list[tuple[int, int]] = field(factory=list)
     failures: dict[int, str] = field(factory=dict)  # by pid: what a child has said about itself
-    childless: bool = True
+    orphans: Orphans = field(factory=Orphans)
+    orphaned: bool = False  # orphans are there that are to end
 
     def serve(self) -> Job | None:
         """Run until the end. Returns a Job in each child that was forked, None in the template when all is over."""
@@ -157,9 +162,7 @@ class Template:
             if self.state is _State.KILLING:
                 return True
             self._kill_all()
-        if self.children or not self.childless:
-            if self.state is _State.KILLING:
-                self._kill_orphans()
+        if self.children or self.orphaned:
             return False
         last_words = self.state is _State.ENDING and any(t.waiting for t in self.tees)
         return self.wire.closed or not (self.wire.pending or last_words)
@@ -171,6 +174,8 @@ class Template:
             poll.register(self.wire.fileno(), select.POLLIN | (select.POLLOUT if self.wire.pending else 0))
         if self.driver is not None:
             poll.register(self.driver, select.POLLIN)
+        if self.state is not _State.KILLING:
+            poll.register(self.lifeline, select.POLLIN)
         poll.register(self.wake, select.POLLIN)
         for tee in self.tees:
             if tee.waiting:
@@ -180,13 +185,16 @@ class Template:
         if self.todo and self.state is _State.SERVING:
             timeout_ms = 0.0
         elif self.state is _State.SERVING:
-            timeout_ms = -1.0
+            timeout_ms = 50.0 if self.orphaned else -1.0
         else:
             timeout_ms = min(50.0, max(0.0, (self.deadline_s - time.monotonic()) * 1000 + 1))
         ready = {fd for fd, _ in poll.poll(timeout_ms)}
         if self.driver in ready and self.driver is not None:
             os.close(self.driver)
             self.driver = None
+            self._kill_all()
+        if self.lifeline in ready and self.state is not _State.KILLING:
+            self.wire.send({"op": "unguarded"})
             self._kill_all()
         for tee in self.tees:
             if tee.source in ready:
@@ -211,15 +219,15 @@ class Template:
                 batch = _Batch(fds, message["common"], len(children))
                 self.todo.extend((batch, c) for c in children)
             case "kill":
-                self._kill(message["id"], message["signal"], message["group"])
+                self._kill(message["id"], message["signal"])
             case "end":
                 self._abandon_todo()
                 self.state, self.deadline_s = _State.ENDING, time.monotonic() + message["grace_s"]
                 for pid in self.children:
-                    _kill(pid, signal.SIGTERM)
+                    kill(pid, signal.SIGTERM)
                 self._reap()
 
-    def _kill(self, id: int, signum: int, group: bool) -> None:
+    def _kill(self, id: int, signum: int) -> None:
         for batch, child in self.todo:
             if child.id == id:
                 self.todo.remove((batch, child))
@@ -228,9 +236,7 @@ class Template:
                 return
         for child in self.children.values():
             if child.id == id:
-                _kill(child.pid, signum)
-                if group:
-                    _kill(-child.pid, signum)
+                kill(child.pid, signum)
 
     def _abandon_todo(self) -> None:
         for batch, child in self.todo:
@@ -246,37 +252,27 @@ class Template:
             self.state, self.deadline_s = _State.KILLING, time.monotonic() + _KILL_LIMIT_S
             self._abandon_todo()
         for pid in self.children:
-            _kill(-pid, signal.SIGKILL)
-            _kill(pid, signal.SIGKILL)
-        self._kill_orphans()
+            kill(pid, signal.SIGKILL)
         self._reap()
-
-    def _kill_orphans(self) -> None:
-        for pid in linux.children_of(self.pid):
-            if pid not in self.children:
-                _kill(pid, signal.SIGKILL)
 
     def _reap(self) -> None:
         """Collect whoever has ended: kill what it leaves behind, then report it."""
         with contextlib.suppress(BlockingIOError):
             os.read(self.wake, 4096)
-        ended = False
-        try:
+        ended = self.orphaned or self.state is not _State.SERVING
+        with contextlib.suppress(ChildProcessError):
             while pid := _next_dead():
                 ended = True
                 child = self.children.pop(pid, None)
-                if child is not None:
-                    _kill(-pid, signal.SIGKILL)  # before it is reaped: until then nobody else can have this number
+                if child is not None and not linux.LINUX:
+                    kill(-pid, signal.SIGKILL)  # before it is reaped: until then nobody else can have this number
                 status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
                 if child is not None:
                     self._read_reports()
                     tail = child.tee.finish() if child.tee is not None else ""
                     self._report_end(child, code=status, signum=-status, error=self.failures.pop(pid, None), tail=tail)
-            self.childless = False
-        except ChildProcessError:
-            self.childless = True
         if ended:
-            self._kill_orphans()
+            self.orphaned = self.orphans.end(self.children)
 
     def _report_end(
         self, child: _Child, *, code: int = 0, signum: int = 0, error: str | None = None, tail: str = ""
@@ -334,7 +330,7 @@ class Template:
             os.close(pipe[1])
             child.tee = Tee(pipe[0], sink)
             self.tees.append(child.tee)
-        child.pid, self.childless = pid, False
+        child.pid = pid
         self.children[pid] = child
         self.started.append((child.id, pid))
         batch.done_with_one()
@@ -351,20 +347,21 @@ def _next_dead() -> int:
     return found.si_pid if found is not None else 0
 
 
-def _kill(pid: int, signum: int) -> None:
-    with contextlib.suppress(OSError):
-        os.kill(pid, signum)
-
-
-def _load(modules: Sequence[str], driver_pid: int) -> None:
-    """Import what children will need. What cannot be imported is left to the child that wants it, to fail there."""
+def _load(modules: Sequence[str], driver: int | None, lifeline: int) -> None:
+    """Import what children will need. What cannot be imported is left to the child that wants it, to fail there.
+    Leaves when the driver is gone or has hung up, or the guardian is gone."""
+    poll = select.poll()
+    poll.register(SOCKET_FD, 0)
+    poll.register(lifeline, 0)
+    if driver is not None:
+        poll.register(driver, select.POLLIN)
 
     def look(*_: object) -> None:
-        if os.getppid() != driver_pid:
+        if poll.poll(0):
             os._exit(0)
 
     signal.signal(signal.SIGALRM, look)
-    signal.setitimer(signal.ITIMER_REAL, 0.25, 0.25)
+    signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
     gc.disable()
     for name in modules:
         with contextlib.suppress(BaseException):
@@ -381,12 +378,16 @@ def main(setup: Message) -> None:
     with contextlib.suppress(OSError):
         os.setsid()
     linux.set_child_subreaper()
+    linux.set_process_title(f"monarch: guardian of {setup['driver']}")
+    driver = DRIVER_FD if setup["pidfd"] else None
+    lifeline = fork_template(SOCKET_FD, driver)
+    linux.set_child_subreaper()
     linux.set_process_title(f"monarch: template of {setup['driver']}")
     with contextlib.suppress(OSError, ValueError):
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     before = _open_fds()
-    _load(setup["preload"], setup["driver"])
+    _load(setup["preload"], driver, lifeline)
     kept = frozenset(sys.modules)
     library_fds = frozenset(_open_fds() - before)
     store = CodeStore(memory_file())
@@ -401,11 +402,10 @@ def main(setup: Message) -> None:
     signal.set_wakeup_fd(wake_by, warn_on_full_buffer=False)
 
     wire = Wire(SOCKET_FD)
-    wire.send({"op": "ready", "threads": linux.thread_count()})
-    driver = DRIVER_FD if setup["pidfd"] else None
+    wire.send({"op": "ready", "pid": os.getpid(), "threads": linux.thread_count()})
     for fd in (SOCKET_FD, *([driver] if driver is not None else [])):
         os.set_inheritable(fd, False)
-    job = Template(wire, driver, library_fds | {store.fd}, thread_setter(), wake, reports).serve()
+    job = Template(wire, driver, lifeline, library_fds | {store.fd}, thread_setter(), wake, reports).serve()
     if job is None:
         os._exit(0)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # out of the loop: an interrupt now ends this process as any other

@@ -132,6 +132,12 @@ class Wire:
             close_all(fds)
         self._fds.clear()
 
+    def hang_up(self) -> None:
+        """End both directions, for the peer and for every copy of this socket, and keep it open."""
+        if not self.closed:
+            with contextlib.suppress(OSError), self._socket() as sock:
+                sock.shutdown(socket.SHUT_RDWR)
+
     def disown(self) -> None:
         """In a forked copy that closes descriptors by number: leave them alone from now on."""
         self._closer.detach()

@@ -164,6 +164,7 @@ class _Faults:
         main = threading.main_thread().ident or 0
         if callable(signal.getsignal(signal.SIGINT)):
             signal.pthread_kill(main, signal.SIGINT)
+            _end_calls_of_the_system(main)
             return
         # Nobody handles SIGINT, as in a script that a shell runs in the background: raise it in the main thread, which
         # may be in a call of the system for ever.
@@ -171,6 +172,21 @@ class _Faults:
         time.sleep(2 * _EXIT_BUDGET_S)
         if not _leaving:
             _leave_with_1()
+
+
+def _end_calls_of_the_system(thread: int) -> None:
+    """A SIGINT that comes just before the main thread begins a `time.sleep` does not end it: Python looks at signals
+    only when a call is interrupted. So interrupt it, by a signal that does nothing else."""
+    if signal.getsignal(signal.SIGURG) is not signal.SIG_DFL:
+        return  # the program has its own use for it
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    libc.signal.restype = ctypes.c_void_p
+    libc.signal(signal.SIGURG, ctypes.cast(libc.getppid, ctypes.c_void_p))  # any function without effect
+    libc.siginterrupt(signal.SIGURG, 1)
+    for pause_s in (0.02, 0.2, 1.0):
+        time.sleep(pause_s)
+        signal.pthread_kill(thread, signal.SIGURG)
 
 
 _leaving = False

@@ -387,8 +387,13 @@ def test_many_processes_come_from_one_request(bench: Bench) -> None:
 
 def template_of(bench: Bench) -> int:
     template = bench.launcher._template
-    assert template is not None
+    assert template is not None and template.pid
     return template.pid
+
+
+def guardian_of(bench: Bench) -> int:
+    assert bench.launcher._template is not None
+    return bench.launcher._template.guardian
 
 
 def test_the_template_has_one_thread_and_nothing_of_nng(bench: Bench) -> None:
@@ -407,7 +412,7 @@ def test_the_template_ignores_the_signals_of_a_terminal(bench: Bench) -> None:
 
     assert bench.run("pass").code == 0
     assert template_of(bench) == pid
-    assert os.getsid(pid) == pid
+    assert os.getsid(pid) == guardian_of(bench) != os.getsid(0)
 
 
 def test_a_dead_template_is_told_and_replaced(bench: Bench, events: Events) -> None:
@@ -602,7 +607,7 @@ if {forks}:
         os.setsid()
         signal.pause()
 import launched_code
-launched_code.say({fifo!r}, f"driver {{launcher._template.pid}}")
+launched_code.say({fifo!r}, f"driver {{launcher._template.guardian}}")
 while True:
     select.select([launcher], [], [])
     launcher.pump()
@@ -621,8 +626,9 @@ def test_when_the_driver_is_killed_everything_ends(
         lines = [events.next() for _ in range(3)]
         pids = [int(word) for line in lines for word in line if word != "driver"]
         assert len(pids) == 9
-        (template,) = [int(line[1]) for line in lines if line[0] == "driver"]
-        copies = [p for p in linux.children_of(driver.pid) if p != template]
+        (guardian,) = [int(line[1]) for line in lines if line[0] == "driver"]
+        pids += linux.children_of(guardian)
+        copies = [p for p in linux.children_of(driver.pid) if p != guardian]
         assert len(copies) == int(forks)
         driver.kill()
         driver.wait(LIMIT_S)
@@ -685,7 +691,7 @@ child = launcher.launch(LaunchSpec("x", "launched_code:run", code, dict(os.envir
 while child.pid is None:
     select.select([launcher], [], [], 10)
     launcher.pump()
-print(child.pid, launcher._template.pid, flush=True)
+print(child.pid, launcher._template.pid, launcher._template.guardian, flush=True)
 """
     shm = set(os.listdir("/dev/shm"))
     env = {**os.environ, "TMPDIR": str(tmp_path)}
@@ -760,11 +766,68 @@ def test_what_a_process_launched_itself_ends_with_it(bench: Bench, events: Event
     pids = [int(word) for word in events.next()]
     bench.until(lambda: child.pid)
     assert child.pid
-    (template,) = linux.children_of(child.pid)
+    (guardian,) = linux.children_of(child.pid)
+    (template,) = linux.children_of(guardian)
     os.kill(child.pid, signal.SIGKILL)
     bench.end_of(child)
 
-    gone([*pids, template])
+    gone([*pids, guardian, template])
+
+
+@pytest.mark.parametrize("victim", ["template", "guardian"])
+def test_what_is_between_driver_and_children_takes_everything_along(bench: Bench, events: Events, victim: str) -> None:
+    child = bench.start(GRANDCHILDREN.format(fifo=events.path))
+    pids = [int(word) for word in events.next()]
+    bench.until(lambda: child.pid)
+    both = {"template": template_of(bench), "guardian": guardian_of(bench)}
+    os.kill(both[victim], signal.SIGKILL)
+
+    assert f"{both[victim]}" in bench.end_of(child).describe()
+    gone([*pids, *both.values()])
+    assert bench.run("pass").code == 0
+
+
+def test_a_process_that_says_so_outlives_everything(bench: Bench, events: Events) -> None:
+    child = bench.start(
+        f"""
+        import launched_code, os, signal, subprocess
+        keep = {{**os.environ, "MONARCH_OUTLIVE": "1"}}
+        kept = subprocess.Popen(["sleep", "600"], env=keep, start_new_session=True)
+        plain = subprocess.Popen(["sleep", "600"])
+        launched_code.say({events.path!r}, f"{{kept.pid}} {{plain.pid}}")
+        signal.pause()
+        """
+    )
+    kept, plain = map(int, events.next())
+    try:
+        child.kill()
+        bench.end_of(child)
+        gone([plain])
+        os.kill(kept, 0)
+        bench.launcher.close()
+        os.kill(kept, 0)
+    finally:
+        os.kill(kept, signal.SIGKILL)
+
+
+def test_shared_memory_of_a_killed_process_is_removed(bench: Bench, events: Events) -> None:
+    """By its resource tracker, which is not killed before it has done so."""
+    child = bench.start(
+        f"""
+        import launched_code, signal
+        from multiprocessing import resource_tracker, shared_memory
+        held = shared_memory.SharedMemory(create=True, size=64)
+        launched_code.say({events.path!r}, f"{{held.name}} {{resource_tracker._resource_tracker._pid}}")
+        signal.pause()
+        """
+    )
+    name, tracker = events.next()
+    assert os.path.exists(f"/dev/shm/{name}")
+    child.kill()
+    bench.end_of(child)
+
+    gone([int(tracker)])
+    assert not os.path.exists(f"/dev/shm/{name}")
 
 
 def test_a_fork_of_the_driver_can_start_nothing_and_its_end_kills_nobody(bench: Bench, events: Events) -> None:

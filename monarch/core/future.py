@@ -29,6 +29,16 @@ class Outcome(Exception):
         self.error = error
 
 
+def _check_timeout(timeout: float) -> None:
+    text = f"timeout is {timeout!r}; it must be a number of seconds, not negative, or None"
+    try:
+        fits = timeout >= 0 and math.isfinite(timeout)
+    except TypeError:
+        raise TypeError(text) from None
+    if not fits:
+        raise ValueError(text)
+
+
 class Future(Generic[R]):
     """The result of a call. Made by the library; constructing one is a TypeError.
 
@@ -199,11 +209,11 @@ class Future(Generic[R]):
             timeout: seconds; None waits for as long as the other side lives.
 
         Raises:
-            ValueError: `timeout` is negative, infinite or not a number.
+            ValueError: `timeout` is negative, infinite or NaN; TypeError where it is no number at all.
             TimeoutError: it was not there in time; the future can be waited for again.
         """
-        if timeout is not None and not (timeout >= 0 and math.isfinite(timeout)):
-            raise ValueError(f"timeout is {timeout!r}; it must be a number of seconds, not negative, or None")
+        if timeout is not None:
+            _check_timeout(timeout)
         if not self._done:
             if asyncio._get_running_loop() is not None:
                 warnings.warn(
@@ -220,11 +230,11 @@ class Future(Generic[R]):
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """The exception, or None for a value. A time-out is returned as a TimeoutError, not raised."""
+        if timeout is not None:
+            _check_timeout(timeout)
         try:
             self.get(timeout)
         except BaseException as error:
-            if isinstance(error, ValueError) and not self._done:
-                raise
             if isinstance(error, (KeyboardInterrupt, SystemExit)) and error is not self._error:
                 raise
             return error

@@ -68,7 +68,13 @@ class BootstrapCommand:
     env: Mapping[str, str] = field(factory=dict, converter=_variables, hash=False)
 
     def with_env(self, env: Mapping[str, str]) -> BootstrapCommand:
-        """A copy that also sets the variables of `env`."""
+        """A copy that also sets the variables of `env`.
+
+        Raises:
+            TypeError: a name or a value is no string.
+        """
+        if wrong := {name: value for name, value in dict(env).items() if not (type(name) is type(value) is str)}:
+            raise TypeError(f"environment variables are strings, and these are not: {wrong!r}")
         return evolve(self, env={**self.env, **env})
 
     @property

@@ -73,6 +73,10 @@ class RootClient(ProcClient):
         self._shutdown: Future[None] | None = None
         self._shutdown_lock = threading.Lock()
 
+    def refuse_closed(self) -> None:
+        if self._shutdown is not None:
+            raise RuntimeError("the client has already been shut down (shutdown_context, or the end of the program)")
+
     def supervise(self, failure: MeshFailure) -> None:
         if self._shutdown is None:
             self._faults.put(failure)

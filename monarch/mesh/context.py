@@ -82,6 +82,9 @@ class Spawner(Sender):
         mesh = None if self.creator is None else self.proc_mesh
         return CreatorInstance(self.rank, self.name, self.class_name, mesh, self.creator)
 
+    def refuse_closed(self) -> None:
+        """Raises: RuntimeError, when nothing can be spawned any more."""
+
     def supervise(self, failure: MeshFailure) -> None:
         """Something that this actor owns has failed. Called from any thread."""
         raise NotImplementedError

@@ -10,6 +10,7 @@ from monarch.mesh.actor import Actor, class_of
 from monarch.mesh.actor_mesh import ActorMesh
 from monarch.mesh.context import context
 from monarch.mesh.endpoint import endpoint
+from monarch.mesh.proc_mesh import check_spawn
 from monarch.mesh.shape import Region, Slice
 from monarch.supervision.failure import MeshFailure
 
@@ -60,7 +61,11 @@ def get_or_spawn_controller(name: str, Class: type[A], *args: Any, **kwargs: Any
     """The controller of that name, spawned by the first request anywhere in the job; it lives in the client's process.
 
     Raises (the future): ActorError around a ValueError "Failure on NAME ...", when it has failed before.
+
+    Raises:
+        ValueError, TypeError: as `ProcMesh.spawn`.
     """
+    check_spawn(name, Class, args, kwargs)
     root = context().actor_instance.proc_runtime.root  # type: ignore[attr-defined]
     mesh: ActorMesh[Controllers] = ActorMesh(
         _NUMBER, "controllers", Controllers, class_of(Controllers).name, [root], _UNITY, _UNITY

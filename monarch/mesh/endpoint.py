@@ -32,6 +32,17 @@ A = TypeVar("A")
 Propagator = Callable[..., Any] | Literal["cached", "inspect", "mocked"] | None
 
 
+def _check_takes(method: Callable[..., Any], hidden: list[str]) -> None:
+    """Raises: TypeError, where the method has no room for what it is given beside the caller's arguments."""
+    try:
+        parameters = inspect.signature(method).parameters.values()
+    except (TypeError, ValueError):
+        return  # something in C, say
+    room = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+    if room < len(hidden) and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        raise TypeError(f"endpoint {getattr(method, '__qualname__', method)} needs a parameter for {hidden[room]}")
+
+
 class EndpointProperty(Generic[P, R]):
     """A decorated method. On the class it is itself; on an instance the plain method; on a mesh see `Endpoint`."""
 
@@ -43,8 +54,11 @@ class EndpointProperty(Generic[P, R]):
         instrument: bool = True,
         concurrent: bool = False,
     ) -> None:
-        if not callable(method):
+        if not callable(method) or isinstance(method, staticmethod):
             raise TypeError(f"@endpoint decorates methods, not {method!r}")
+        if not (propagate is None or callable(propagate) or propagate in ("cached", "inspect", "mocked")):
+            raise TypeError(f'propagate is {propagate!r}; it can be a function, "cached", "inspect" or "mocked"')
+        _check_takes(method, ["self", "the reply port"] if explicit_response_port else ["self"])
         if inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method):
             raise TypeError(
                 f"endpoint {method.__qualname__} is a generator; send its items to a Port given as an argument, "
@@ -341,7 +355,13 @@ class PlainMethod:
         self._mesh, self._name, self._method = mesh, name, method
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(
+        raise RuntimeError(self._advice())
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"no {name!r} here: {self._advice()}")
+
+    def _advice(self) -> str:
+        return (
             f"method {self._name!r} of {self._mesh._class_name} is no endpoint: decorate it with @endpoint, "
             f"or wrap it: as_endpoint(mesh.{self._name})"
         )
@@ -376,7 +396,14 @@ def send(
 
     Raises:
         ValueError: another selection.
+        TypeError: `endpoint` is none, `port` is none, or the arguments do not fit.
     """
+    if not isinstance(endpoint, Endpoint):
+        raise TypeError(f"send needs an endpoint of a mesh, not {endpoint!r}")
+    if not isinstance(args, tuple) or not isinstance(kwargs, dict):
+        raise TypeError(f"send takes the arguments as a tuple and a dict, not as {args!r} and {kwargs!r}")
+    if port is not None and not isinstance(port, Port):
+        raise TypeError(f"port is {port!r}; it must be a Port, as Channel.open() gives")
     if selection not in ("all", "choose"):
         raise ValueError(f"Invalid selection {selection!r}: it can be 'all' or 'choose'")
     mesh, spec = endpoint._mesh, endpoint._spec
@@ -403,6 +430,10 @@ class Accumulator(Generic[A, R]):
     """
 
     def __init__(self, endpoint: Endpoint[..., R], identity: A, combine: Callable[[A, R], A]) -> None:
+        if not hasattr(endpoint, "stream"):
+            raise TypeError(f"an Accumulator needs an endpoint of a mesh, not {endpoint!r}")
+        if not callable(combine):
+            raise TypeError(f"combine is {combine!r}; it must be a function of the value so far and a reply")
         self._endpoint, self._identity, self._combine = endpoint, identity, combine
 
     def accumulate(self, *args: Any, **kwargs: Any) -> Future[A]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Callable, Mapping, Sequence
+from operator import index as as_int
 from typing import Any, Self
 
 from attrs import evolve
@@ -23,6 +26,7 @@ from monarch.mesh.view import MeshView, overridable
 Bootstrap = Callable[[], Any]
 CommandFor = BootstrapCommand | Callable[[Point], BootstrapCommand]
 
+_MOST_PROCS = 10_000  # on one host: a slip of the keyboard must not take the machine down
 _BINDINGS = ("cpunodebind", "membind", "physcpubind", "cpus")
 
 
@@ -96,23 +100,19 @@ class HostMesh(MeshView):
 
         Raises:
             ValueError: a label is there twice, a size is not positive, or `proc_bind` has the wrong length.
+            TypeError: an argument is not of its kind.
+            RuntimeError: the client has been shut down.
         """
+        per_host = _checked_sizes(per_host)
+        _check_kinds(bootstrap, name, proc_bind, bootstrap_command)
         name = "anon" if name is None else name
-        per_host = dict(per_host or {})
-        for label, size in per_host.items():
-            if not isinstance(label, str) or not label:
-                raise TypeError(f"per_host has the label {label!r}; it must be a non-empty str")
-            if not isinstance(size, int) or isinstance(size, bool):
-                raise TypeError(f"per_host has the size {size!r} for {label!r}; it must be an int")
         labels = [*self._region.labels, *per_host]
         if len(set(labels)) != len(labels):
             twice = sorted({label for label in labels if labels.count(label) > 1})
             raise ValueError(f"per_host repeats the dimension {', '.join(twice)} of the host mesh")
         sizes = [*self._region.extent.sizes, *per_host.values()]
         extent = Extent(labels, sizes)
-        each = Extent(list(per_host), list(per_host.values())).nelements
-        if each < 1:
-            raise ValueError(f"per_host is {per_host}; every size must be at least 1")
+        each = math.prod(per_host.values())
         if proc_bind is not None and len(proc_bind) != each:
             raise ValueError(f"proc_bind length ({len(proc_bind)}) must equal procs_per_host ({each})")
         command = bootstrap_command if bootstrap_command is not None else self._command
@@ -124,6 +124,8 @@ class HostMesh(MeshView):
             host = self._hosts[rank // each]
             proc = ProcId(Uid.instance(name), "", host)
             start = command(point) if callable(command) else command
+            if start is not None and not isinstance(start, BootstrapCommand):
+                raise TypeError(f"bootstrap_command gave {start!r} for {point}; it must give a BootstrapCommand")
             if proc_bind is not None:
                 start = bound(start if start is not None else default_bootstrap_cmd(), proc_bind[rank % each])
             env = {} if start is None else dict(start.env)
@@ -135,6 +137,7 @@ class HostMesh(MeshView):
             procs.append(proc)
 
         owner = context().actor_instance
+        owner.refuse_closed()
         runtime: Any = owner.proc_runtime
         number = new_number()
         hosts = {host: [request.proc for request in asked] for host, asked in requests.items()}
@@ -155,9 +158,9 @@ class HostMesh(MeshView):
             callback(mesh)
         return mesh
 
-    def with_python_executable(self, path: str) -> HostMesh:
+    def with_python_executable(self, path: str | os.PathLike[str]) -> HostMesh:
         """The same hosts; processes spawned on this view run that interpreter."""
-        command = evolve(default_bootstrap_cmd(), program=str(path))
+        command = evolve(default_bootstrap_cmd(), program=os.fspath(path))
         return HostMesh(self._hosts, self._region, command=command)
 
     @property
@@ -229,6 +232,42 @@ class HostMesh(MeshView):
 
     def __repr__(self) -> str:
         return f"<HostMesh {dict(self._region.extent)}>"
+
+
+def _checked_sizes(per_host: Mapping[str, int] | None) -> dict[str, int]:
+    """Raises: TypeError for what is no mapping from labels to sizes, ValueError for sizes that cannot be."""
+    if per_host is None:
+        return {}
+    if not isinstance(per_host, Mapping):
+        example = {"gpus": per_host if isinstance(per_host, int) else 4}
+        raise TypeError(f"per_host is {per_host!r}; it must name its dimensions: {example}")
+    sizes: dict[str, int] = {}
+    for label, size in per_host.items():
+        if not isinstance(label, str) or not label:
+            raise TypeError(f"per_host has the label {label!r}; it must be a non-empty str")
+        if isinstance(size, bool) or not hasattr(size, "__index__"):
+            raise TypeError(f"per_host has the size {size!r} for {label!r}; it must be an int")
+        sizes[label] = as_int(size)
+        if sizes[label] < 1:
+            raise ValueError(f"per_host has the size {size} for {label!r}; it must be at least 1")
+    if math.prod(sizes.values()) > _MOST_PROCS:
+        raise ValueError(f"per_host is {sizes}: more than {_MOST_PROCS} processes on a host")
+    return sizes
+
+
+def _check_kinds(bootstrap: object, name: object, proc_bind: object, bootstrap_command: object) -> None:
+    if bootstrap is not None and not callable(bootstrap):
+        raise TypeError(f"bootstrap is {bootstrap!r}; it must be a function without arguments")
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"name is {name!r}; it must be a str")
+    if proc_bind is not None and (
+        not isinstance(proc_bind, Sequence) or not all(isinstance(binding, Mapping) for binding in proc_bind)
+    ):
+        raise TypeError(f"proc_bind is {proc_bind!r}; it must be a list with a dict for each process of a host")
+    if bootstrap_command is not None and not (
+        callable(bootstrap_command) or isinstance(bootstrap_command, BootstrapCommand)
+    ):
+        raise TypeError(f"bootstrap_command is {bootstrap_command!r}; it must be a BootstrapCommand, or give one")
 
 
 def _received(hosts: tuple[ProcId, ...], region: Region, command: CommandFor | None) -> HostMesh:

@@ -66,6 +66,8 @@ class Port(Generic[T]):
 
     def exception(self, error: BaseException) -> None:
         """Send an exception: whoever receives gets exactly it, raised."""
+        if not isinstance(error, BaseException):
+            raise TypeError(f"Port.exception sends an exception, not {error!r}; values go by send()")
         self._send(exceptions.encode_exception(error), Flag.ERROR | Flag.RAW_ERROR)
 
     def _send(self, parts: list[Any], flags: int) -> None:
@@ -241,6 +243,8 @@ class Channel(Generic[T]):
 
 
 def _open(once: bool, ranked: bool) -> tuple[Port[Any], PortReceiver[Any]]:
+    if not isinstance(once, bool):
+        raise TypeError(f"once is {once!r}; it must be True or False (a channel has no name)")
     owner = context().actor_instance
     runtime = owner.proc_runtime
     number = runtime.new_port()

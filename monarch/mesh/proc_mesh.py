@@ -38,6 +38,20 @@ def unregister_proc_mesh_spawn_callback(callback: Callable[[ProcMesh], None]) ->
     _spawn_callbacks.remove(callback)
 
 
+def check_spawn(name: str, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raises: ValueError and TypeError, as `ProcMesh.spawn` with these arguments."""
+    if not (isinstance(cls, type) and issubclass(cls, Actor)):
+        raise ValueError(f"spawn needs a subclass of Actor, not {cls!r}")
+    if not isinstance(name, str):
+        raise TypeError(f"the name of a mesh is a str, not {name!r}")
+    known = class_of(cls)
+    taken = sorted(n for n in known.endpoints if n.startswith("_") and (n in RESERVED or hasattr(ActorMesh, n)))
+    if taken:
+        raise ValueError(f"{known.name} has endpoints whose names meshes use themselves: {', '.join(taken)}")
+    known.check_kinds()
+    known.check_arguments(args, kwargs)
+
+
 class ProcMesh(MeshView):
     """Processes, by named dimensions: those of their hosts, then those within a host."""
 
@@ -77,23 +91,15 @@ class ProcMesh(MeshView):
             TypeError: the arguments do not fit its constructor.
             RuntimeError: this mesh has been stopped.
         """
-        if not (isinstance(Class, type) and issubclass(Class, Actor)):
-            raise ValueError(f"spawn needs a subclass of Actor, not {Class!r}")
-        if not isinstance(name, str):
-            raise TypeError(f"the name of a mesh is a str, not {name!r}")
+        check_spawn(name, Class, args, kwargs)
         self._refuse_stopped()
-        known = class_of(Class)
-        taken = sorted(n for n in known.endpoints if n.startswith("_") and (n in RESERVED or hasattr(ActorMesh, n)))
-        if taken:
-            raise ValueError(f"{known.name} has endpoints whose names meshes use themselves: {', '.join(taken)}")
-        known.check_kinds()
-        known.check_arguments(args, kwargs)
-        return cast(A, self._spawn(name, Class, args, kwargs))
+        return cast(A, self._spawn(name, cast(type[A], Class), args, kwargs))
 
     def _spawn(
         self, name: str, cls: type[Any], args: Any, kwargs: Any, number: int = 0, opens_gate: bool = False
     ) -> ActorMesh[Any]:
         owner = context().actor_instance
+        owner.refuse_closed()
         runtime = owner.proc_runtime
         number = number or new_number()
         class_name = class_of(cls).name

@@ -42,7 +42,10 @@ def slice_region(region: Region, dims: Mapping[str, SupportsIndex | _PySlice]) -
             continue
         at = dims[label]
         if isinstance(at, _PySlice):
-            start, stop, step = at.indices(size)
+            try:
+                start, stop, step = at.indices(size)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"{label}={at}: {error}") from None
             if step < 0:
                 raise ValueError(f"{label}={at}: a mesh cannot be sliced backwards, the step must be positive")
             size = len(range(start, stop, step))
@@ -75,7 +78,9 @@ def split_region(region: Region, arguments: Mapping[str, Sequence[str] | int]) -
             if isinstance(value, str) or not isinstance(value, Sequence):
                 raise ValueError(f"{key}={value!r}: expected a sequence of new names, such as {key}=('a', 'b')")
             groups[key] = tuple(value)
-        elif isinstance(value, int) and value >= 0:
+            for name in groups[key]:
+                _check_name(name, f"{key}={value!r}")
+        elif isinstance(value, int) and not isinstance(value, bool) and value >= 0:
             given[key] = value
         else:
             raise ValueError(
@@ -124,6 +129,7 @@ def flatten_region(region: Region, name: str) -> Region:
     Raises:
         ValueError: the base ranks have gaps.
     """
+    _check_name(name, f"flatten({name!r})")
     base = region._slice
     dense = dense_strides(base._sizes)
     if base._len and any(
@@ -145,9 +151,13 @@ def rename_region(region: Region, names: Mapping[str, str]) -> Region:
     for old, new in names.items():
         if old not in region._labels:
             raise ValueError(f"mesh {region.extent} has no dimension {old!r} to rename")
-        if not isinstance(new, str):
-            raise ValueError(f"{old}={new!r}: the new name must be a string")
+        _check_name(new, f"{old}={new!r}")
     return split_region(region, {old: (new,) for old, new in names.items()})
+
+
+def _check_name(name: object, where: str) -> None:
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"{where}: the name of a dimension must be a string that is not empty, not {name!r}")
 
 
 def size_of(region: Region, dim: str | Sequence[str] | None = None) -> int:
@@ -159,7 +169,7 @@ def size_of(region: Region, dim: str | Sequence[str] | None = None) -> int:
     if dim is None:
         return region._slice._len
     sizes = []
-    for label in (dim,) if isinstance(dim, str) else dim:
+    for label in dim if isinstance(dim, list | tuple) else (dim,):
         if label not in region._labels:
             raise KeyError(f"mesh {region.extent} has no dimension {label!r}")
         sizes.append(region._slice._sizes[region._labels.index(label)])

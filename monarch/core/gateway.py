@@ -41,6 +41,7 @@ log = get_logger("monarch.gateway")
 
 _GOODBYE_LIMIT_S: Final = 1.0
 _GOODBYE_LEAST_S: Final = 0.05
+_LAST_WORDS_LIMIT_S: Final = 0.25
 _GONE_KEPT: Final = 256
 
 
@@ -439,7 +440,9 @@ class Gateway:
         log.debug("link.lost", peer=str(peer.proc.uid), error=str(error))
         if peer.down is not None or self._closed:
             return
-        if self._keeps(peer.proc):
+        if peer.ended is not None:
+            self.declare_gone(peer.proc, peer.ended)
+        elif self._keeps(peer.proc):
             # Its exit will be reported; if it lives, it dials us again.
             breaks = peer.breaks
             self.call_later(self.limits.message_delivery_timeout_s, lambda: self._give_up_broken(peer, breaks))
@@ -452,6 +455,24 @@ class Gateway:
         if peer.state is State.BROKEN and peer.breaks == breaks:
             text = f"the connection to process {peer.proc.uid} broke and did not come back"
             self.declare_gone(peer.proc, Down("unreachable", text, peer.pid, peer.host))
+
+    def process_ended(self, proc: ProcId, down: Down, then: Callable[[], None] = lambda: None) -> None:
+        """The process has ended, its keeper saw it. What it sent before still counts: its link is read to the end,
+        which is there at once unless something that it started has inherited the connection. Calls `then` after that.
+        """
+        peer = self.peer(proc)
+        with peer.lock:
+            peer.ended = down
+            is_read = peer.link is None
+            is_gone = peer.down is not None
+            if not is_gone:
+                peer.waiting_for_end.append(then)
+        if is_gone:
+            then()
+        elif is_read:
+            self.declare_gone(proc, down)
+        else:
+            self.call_later(_LAST_WORDS_LIMIT_S, lambda: self.declare_gone(proc, down))
 
     def declare_gone(self, proc: ProcId, down: Down) -> None:
         """There is evidence that `proc` has ended: give its messages back and tell everybody, once."""

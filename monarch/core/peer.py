@@ -66,7 +66,10 @@ class Peer:
     said_goodbye: bool = False
     dialing: object | None = None
     """Who tries to reach it, while there is no link: see `dialer`."""
+    ended: Down | None = None
+    """Its process has ended, so; the last that it sent may still come."""
     down: Down | None = None
+    """It is gone, and nothing comes any more."""
     torn: bool = False
     """Sending was interrupted in the middle: the pump is to end the link."""
     breaks: int = 0
@@ -79,6 +82,7 @@ class Peer:
     """Frames sent one by one since the pump last had to do with this peer."""
     waiting_for_room: list[Signal] = field(factory=list)
     waiting_for_state: list[Callable[[], None]] = field(factory=list)
+    waiting_for_end: list[Callable[[], None]] = field(factory=list)
 
     @property
     def key(self) -> int:
@@ -220,6 +224,6 @@ class Peer:
 
     def waiters(self) -> list[Callable[[], None]]:
         """All who wait for this peer, for the last time."""
-        waiting = [*self.waiting_for_state, *(signal.notify for signal in self.waiting_for_room)]
-        self.waiting_for_state, self.waiting_for_room = [], []
+        waiting = [*self.waiting_for_state, *(signal.notify for signal in self.waiting_for_room), *self.waiting_for_end]
+        self.waiting_for_state, self.waiting_for_room, self.waiting_for_end = [], [], []
         return waiting

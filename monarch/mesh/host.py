@@ -189,12 +189,14 @@ class HostAgent:
             down = Down(kind, text, exit.pid or 0, socket.gethostname(), exit.code, exit.signal)
         launched.down = down
         runtime = self._runtime
-        runtime.gateway.declare_gone(proc, down)
         if launched.owner.proc.key != runtime.key:
             runtime.tell(launched.owner.proc, "proc_gone", proc, down)
+        runtime.gateway.process_ended(proc, down, lambda: self._forget(proc.key))
+
+    def _forget(self, key: int) -> None:
         with self._lock:
-            self._procs.pop(proc.key, None)
-            waiting = self._on_down.pop(proc.key, [])
+            self._procs.pop(key, None)
+            waiting = self._on_down.pop(key, [])
         for notify in waiting:
             notify()
 

@@ -188,7 +188,7 @@ class Books:
         self.owners: dict[int, Spawner] = {}
         runtime.handlers["member_down"] = self._on_member_down
         runtime.on_proc_gone.append(self._on_proc_gone)
-        runtime.handlers["proc_gone"] = lambda envelope, proc, down: runtime.gateway.declare_gone(proc, down)
+        runtime.handlers["proc_gone"] = lambda envelope, proc, down: runtime.gateway.process_ended(proc, down)
 
     def _on_member_down(self, envelope: Any, number: int, rank: int, down: Down) -> None:
         mesh = self.actors.get(number)

@@ -24,6 +24,7 @@ from monarch.core.peer import State
 from monarch.core.proc import Proc
 from monarch.core.protocol import SESSION, FrameType, Hello
 from monarch.errors import TransportError
+from monarch.transports.faults import Faults
 
 
 class NoWay:
@@ -261,6 +262,37 @@ def test_a_keeper_says_why_its_process_is_gone(net: Net) -> None:
     keeper.gateway.declare_gone(child, Down("killed", "out of memory", 42, "h", None, 9))
     until(lambda: len(waiting.bounces) == 2)
     assert waiting.bounces[1][1] == Down("killed", "out of memory", 42, "h", None, 9)
+
+
+@pytest.mark.parametrize("end", ["arrives", "never arrives"])
+def test_the_last_words_of_a_process_that_has_ended_come_before_its_end(
+    quick_net: Net, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    monkeypatch.setattr(gateway_module, "_LAST_WORDS_LIMIT_S", 60.0 if end == "arrives" else 0.05)
+    keeper = quick_net.proc("keeper")
+    child = quick_net.proc("child", keeper=keeper.proc_id)
+    number, heard = quick_net.port(keeper)
+    child.gateway.connect(keeper.proc_id)
+    until(lambda: keeper.key in child.gateway.peers and peer(child, keeper).state is State.UP)
+    link: Any = peer(child, keeper).link
+    faults = Faults(link)
+    faults.hold()
+    send(child, keeper, number, b"last words")
+    order: list[str] = []
+    down = Down("exited", "it is over")
+    keeper.gateway.process_ended(child.proc_id, down, lambda: order.append("".join(map(bytes.decode, heard.got))))
+    if end == "arrives":
+        assert not order and not heard.gone
+        faults.release()
+        until(lambda: heard.got)
+        assert not order and not heard.gone
+        child.close(1.0)
+    until(lambda: order)
+    assert order == ["last words" if end == "arrives" else ""]
+    assert heard.gone == [(child.key, down)]
+
+    keeper.gateway.process_ended(child.proc_id, down, lambda: order.append("again"))
+    assert order[1:] == ["again"] and len(heard.gone) == 1
 
 
 def test_a_process_whose_keeper_is_gone_is_given_up(net: Net) -> None:

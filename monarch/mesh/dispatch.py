@@ -219,6 +219,7 @@ class ActorBehavior:
 
     def _broken(self, envelope: Envelope, spec: EndpointSpec, error: BaseException) -> Down:
         down = self._failed(f"endpoint {spec.name} raised", error)
+        self._instance.mailbox.close(down)
         if envelope.reply_port:
             envelope.flags |= Flag.BEGUN
             self.abandon(envelope, down)

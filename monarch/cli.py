@@ -6,6 +6,9 @@ The imports of a subcommand happen when it runs: `monarch --version` answers wit
 from __future__ import annotations
 
 import argparse
+import io
+import json
+import sys
 from collections.abc import Sequence
 from importlib import import_module
 
@@ -41,6 +44,33 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--query", nargs="+", action="extend", metavar="TEXT", help="what to search for")
     demo.add_argument("--limit-files", type=_positive, metavar="N", help="index at most N files")
     demo.set_defaults(run=_demo)
+
+    ps = commands.add_parser(
+        "ps",
+        help="show what running programs do: hosts, processes, actors",
+        description="Show your running programs on this machine as trees of hosts, processes and actors: which "
+        "endpoint each actor runs and since when, how many calls wait for it, how often it was restarted, and the "
+        "memory of its process. Asks the drivers, and disturbs nothing.",
+    )
+    ps.set_defaults(run=_look, stacks=False, pattern=None)
+
+    stack = commands.add_parser(
+        "stack",
+        help="show the Python stacks of running programs",
+        description="Show the Python stacks of the processes of your running programs on this machine, actors that run "
+        "an endpoint first. A process that does not answer, because native code holds its interpreter, is asked by a "
+        "signal (setting stack_signal); no further rights are needed.",
+    )
+    stack.add_argument(
+        "pattern",
+        nargs="?",
+        metavar="PATTERN",
+        help="only processes, actors and threads with this in their name, or a pid",
+    )
+    stack.set_defaults(run=_look, stacks=True)
+    for command in (ps, stack):
+        command.add_argument("--pid", type=_positive, help="only the program whose driver has this process id")
+        command.add_argument("--json", action="store_true", help="print a list of programs for other programs to read")
     return parser
 
 
@@ -54,4 +84,30 @@ def _positive(text: str) -> int:
 def _demo(args: argparse.Namespace) -> int:
     search = import_module("monarch.examples.search")
     search.main(procs=args.procs, queries=args.query, limit_files=args.limit_files)
+    return 0
+
+
+def _look(args: argparse.Namespace) -> int:
+    snapshots = import_module("monarch.mesh.console").ask_all(args.stacks, args.pid)
+    if not snapshots:
+        which = "" if args.pid is None else f" with a driver of pid {args.pid}"
+        print(f"no monarch program of yours{which} runs on this machine", file=sys.stderr)
+        return 1
+    if args.pattern is not None:
+        snapshots = [found for each in snapshots if (found := each.matching(args.pattern)).hosts]
+        if not snapshots:
+            print(f"no process, actor or thread has {args.pattern!r} in its name", file=sys.stderr)
+            return 1
+    if args.json:
+        print(json.dumps([each.to_json() for each in snapshots], indent=2))
+        return 0
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names that the terminal cannot show
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    for at, each in enumerate(snapshots):
+        if at:
+            console.print()
+        import_module("monarch.mesh.rendering").show(each, console)
     return 0

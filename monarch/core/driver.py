@@ -72,6 +72,9 @@ class Signal:
 
 
 class Driver(Protocol):
+    thread: threading.Thread
+    """The side thread. It runs no code of the user's."""
+
     def start(self, pump: Callable[[float | None], None], wake: Callable[[], None], name: str) -> None:
         """Begin. `pump(timeout_s)` takes in what arrives, once; `wake()` makes a running pump return."""
         ...
@@ -103,8 +106,8 @@ class ThreadDriver:
 
     def start(self, pump: Callable[[float | None], None], wake: Callable[[], None], name: str) -> None:
         self._pump, self._wake = pump, wake
-        self._thread = threading.Thread(target=self._run, name=f"monarch-io {name}", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name=f"monarch-io {name}", daemon=True)
+        self.thread.start()
 
     def _run(self) -> None:
         while not self._stopping:
@@ -116,8 +119,8 @@ class ThreadDriver:
     def stop(self) -> None:
         self._stopping = True
         self._wake()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(5.0)
+        if threading.current_thread() is not self.thread:
+            self.thread.join(5.0)
 
 
 class CallerDriver:
@@ -136,8 +139,8 @@ class CallerDriver:
 
     def start(self, pump: Callable[[float | None], None], wake: Callable[[], None], name: str) -> None:
         self._pump, self._wake = pump, wake
-        self._thread = threading.Thread(target=self._side, name=f"monarch-io {name}", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._side, name=f"monarch-io {name}", daemon=True)
+        self.thread.start()
 
     def wait(self, signal: Signal, timeout_s: float | None = None) -> bool:
         if signal.is_set:
@@ -253,8 +256,8 @@ class CallerDriver:
         self._side_signal.nudge()
         for signal in list(self._followers):
             signal.nudge()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(5.0)
+        if threading.current_thread() is not self.thread:
+            self.thread.join(5.0)
             if self._leader == threading.get_ident():
                 return  # called from inside the pump
         else:

@@ -37,6 +37,7 @@ from monarch.core.loop import ActorLoop, hidden_loop
 from monarch.core.mailbox import Mailbox
 from monarch.core.monitor import Down
 from monarch.core.serving import ActorState, Running, Served
+from monarch.core.stacks import Stack, waiting_tasks
 from monarch.log import get_logger
 
 if TYPE_CHECKING:
@@ -133,6 +134,8 @@ class Instance(Sender):
         self.down: Down | None = None
         self.serving: list[Served] = []
         """What the behavior runs now, the oldest first; kept by the behavior, on the actor's thread."""
+        self.thread_id = 0
+        """Identity of the thread that runs it; 0 before."""
         self._behavior: Behavior
         self._loop: ActorLoop
         self._current: asyncio.Task[Any] | None = None
@@ -178,6 +181,7 @@ class Instance(Sender):
         self._loop = loop = ActorLoop(self.signal, self.proc_runtime.driver)
         loop.set_turn(self._turn)
         loop.set_exception_handler(self._on_loop_error)
+        self.thread_id = threading.get_ident()
         context = contextvars.copy_context()
         context.run(self._live)
 
@@ -360,6 +364,10 @@ class Instance(Sender):
         now_s = time.time()
         running = tuple(Running(each.endpoint, each.since_s, now_s - each.since_s) for each in list(self.serving))
         return ActorState(self.actor_id.name, self.actor_id.number, self.state.value, running, len(self.mailbox))
+
+    def waiting(self) -> tuple[Stack, ...]:
+        """The stacks of its tasks that wait at an `await`. From any thread, once `thread_id` is set."""
+        return tuple(waiting_tasks(self._loop))
 
 
 def _overdue(instance: weakref.ref[Instance], down: Down) -> None:

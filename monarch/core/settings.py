@@ -265,32 +265,17 @@ SETTINGS: Final[Mapping[str, Setting]] = {
             _MESH,
         ),
         Setting(
-            "enable_log_forwarding",
-            Bool(),
-            False,
-            "What processes print is shown by the driver, with actor and rank; counts when they are spawned.",
-            _MESH,
-        ),
-        Setting("prefix_with_rank", Bool(), True, "Forwarded lines start with the actor's name and rank."),
-        Setting(
-            "tail_log_lines",
-            Int(),
-            0,
-            "So many of the last lines of a process are in the report of its death; with log forwarding.",
-            _MESH,
-        ),
-        Setting(
-            "enable_file_capture",
-            Bool(),
-            False,
-            "Forwarded lines are also kept, in `monarch_logs/PID OF THE DRIVER/`, a file for each process.",
-            _MESH,
-        ),
-        Setting(
             "link_driver",
             Choice(("thread", "caller")),
             "caller",
             "Who moves frames: always a thread of its own, or also the thread that waits for an answer.",
+            _OURS,
+        ),
+        Setting(
+            "stack_signal",
+            Choice(("SIGURG", "SIGUSR1", "SIGUSR2", "none")),
+            "SIGURG",
+            "Reserved to ask a process for its stacks when native code holds its interpreter; `none`: it is not asked.",
             _OURS,
         ),
         Setting(
@@ -324,16 +309,9 @@ IntName = Literal[
     "message_ttl_default",
     "codec_max_frame_length",
     "send_buffer_bytes",
-    "tail_log_lines",
 ]
-BoolName = Literal[
-    "enable_file_capture",
-    "enable_log_forwarding",
-    "mixed_endpoints",
-    "poison_failed_procs",
-    "prefix_with_rank",
-]
-StrName = Literal["default_transport", "link_driver"]
+BoolName = Literal["mixed_endpoints", "poison_failed_procs"]
+StrName = Literal["default_transport", "link_driver", "stack_signal"]
 
 
 def checked(values: Mapping[str, object]) -> dict[str, Any]:

@@ -107,6 +107,58 @@ def children_of(pid: int) -> list[int]:
     return found
 
 
+def signal_thread(pid: int, tid: int, signum: int) -> bool:
+    """Send a signal to one thread of a process; False if there is no such thread.
+
+    Raises:
+        OSError: it may not be sent.
+    """
+    import ctypes
+    import errno
+
+    tgkill: Any = getattr(ctypes.CDLL(None, use_errno=True), "tgkill", None)
+    if tgkill is None:  # a C library without it: the kernel chooses the thread
+        os.kill(pid, signum)
+    elif tgkill(pid, tid, signum) != 0:
+        number = ctypes.get_errno()
+        if number == errno.ESRCH:
+            return False
+        raise OSError(number, os.strerror(number))
+    return True
+
+
+def handles_signal(pid: int, tid: int, signum: int) -> bool:
+    """Whether a signal is on its way to a thread, or its handler runs there, which keeps it blocked meanwhile."""
+    bit = 1 << (signum - 1)
+    for line in Path(f"/proc/{pid}/task/{tid}/status").read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key in ("SigPnd", "ShdPnd", "SigBlk") and int(value, 16) & bit:
+            return True
+    return False
+
+
+def title(pid: int) -> str:
+    """The command line of a process as `ps` shows it; empty where there is none."""
+    with contextlib.suppress(OSError):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0 ").split(b"\0")
+        return b" ".join(words).decode(errors="replace")
+    return ""
+
+
+def kernel_state(pid: int) -> str:
+    """What `ps` shows as the state of a process: R, S, D, T, Z...; empty where there is none."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return ""
+
+
+def memory_bytes(pid: int) -> int | None:
+    """The resident memory of a process. What it shares with others, as a fork with its parent, counts in each."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return None
+
+
 def thread_count() -> int | None:
     """Threads of this process as the kernel counts them, those of native libraries included."""
     try:

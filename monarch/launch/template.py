@@ -86,7 +86,7 @@ _FAULTS: Final = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, s
 class _Batch:
     """Children asked for in one message. They share the descriptors, which are closed after the last fork."""
 
-    fds: list[int]  # memory file, directory, then standard output and error: those that are shared, and those of one
+    fds: list[int]  # memory file, directory, standard output, standard error
     common: int  # size of the facts that all share, at the start of the memory file
     left: int
 
@@ -103,7 +103,6 @@ class _Child:
     at: int  # where in the memory of its batch: facts, then payload
     facts: int
     payload: int
-    output: int  # where among the descriptors of its batch its standard output is
     pid: int = 0
     tee: Tee | None = None
 
@@ -298,7 +297,7 @@ class Template:
         sink = -1
         try:
             if child.execs:
-                sink = fcntl.fcntl(batch.fds[child.output + 1], fcntl.F_DUPFD_CLOEXEC, 0)
+                sink = fcntl.fcntl(batch.fds[3], fcntl.F_DUPFD_CLOEXEC, 0)
                 pipe = os.pipe()
                 os.set_blocking(pipe[0], False)
             pid = os.fork()
@@ -314,8 +313,8 @@ class Template:
                     template=self.pid,
                     memory=batch.fds[0],
                     directory=batch.fds[1],
-                    stdout=batch.fds[child.output],
-                    stderr=pipe[1] if pipe else batch.fds[child.output + 1],
+                    stdout=batch.fds[2],
+                    stderr=pipe[1] if pipe else batch.fds[3],
                     reports=self.reports[1],
                     library_fds=self.library_fds,
                     common=batch.common,
@@ -379,11 +378,11 @@ def main(setup: Message) -> None:
     with contextlib.suppress(OSError):
         os.setsid()
     linux.set_child_subreaper()
-    linux.set_process_title(f"monarch: guardian of {setup['driver']}")
+    linux.set_process_title(_title("guardian", setup["driver"]))
     driver = DRIVER_FD if setup["pidfd"] else None
     lifeline = fork_template(SOCKET_FD, driver)
     linux.set_child_subreaper()
-    linux.set_process_title(f"monarch: template of {setup['driver']}")
+    linux.set_process_title(_title("template", setup["driver"]))
     with contextlib.suppress(OSError, ValueError):
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -411,6 +410,20 @@ def main(setup: Message) -> None:
         os._exit(0)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # out of the loop: an interrupt now ends this process as any other
     run_and_leave(job.run, kept)
+
+
+def _title(kind: str, driver: int) -> str:
+    return f"monarch: {kind} of {driver}"
+
+
+def launched_by(driver: int) -> dict[int, str]:
+    """The titles of the processes that a driver has launched, by pid, for one who cannot ask the driver itself."""
+    parents = [driver]
+    for kind in ("guardian", "template"):
+        children = [child for parent in parents for child in linux.children_of(parent)]
+        parents = [child for child in children if linux.title(child) == _title(kind, driver)]
+    titles = {child: linux.title(child) for parent in parents for child in linux.children_of(parent)}
+    return {child: title for child, title in titles.items() if title.startswith("monarch: ")}
 
 
 def _open_fds() -> set[int]:

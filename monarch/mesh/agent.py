@@ -23,10 +23,12 @@ from monarch.core.ids import ActorId, ProcId
 from monarch.core.instance import Instance
 from monarch.core.monitor import Down
 from monarch.core.proc import Proc, run_on_thread
+from monarch.launch import held
 from monarch.log import get_logger
 from monarch.mesh.child_line import ChildBook
 from monarch.mesh.context import ActorInstance, CreatorInstance, Spawner
 from monarch.mesh.dispatch import ActorBehavior
+from monarch.mesh.inspector import ACTOR_THREAD, Respondent
 from monarch.mesh.ownership import Books
 from monarch.mesh.shape import Point
 from monarch.transports.base import Transport
@@ -65,7 +67,7 @@ class MeshProc(Proc):
         root: the process of the client that all this belongs to.
         books: the meshes owned by actors of this process.
         children: supervisors of this process, and the supervised children that it calls.
-        on_actors_changed: called when there is one actor more or less.
+        respondent: says what this process does.
         on_end: called once all actors have been stopped by "stop_all"; the process is to end then.
         failed_actors: how many actors ended by a failure.
     """
@@ -79,10 +81,10 @@ class MeshProc(Proc):
         self._root = root
         self.books = Books(self)
         self.children = ChildBook(self)
+        self.respondent = Respondent(self)
         self.failed_actors = 0
         self.last_failure: Down | None = None
         self.on_end: Callable[[], None] = lambda: None
-        self.on_actors_changed: Callable[[], None] = lambda: None
         self._gate: list[Envelope] | None = None
         self._unprepared: Down | None = None  # the bootstrap function failed: no actor of others is made any more
         self._gate_lock = threading.RLock()  # the setup actor's thread opens, the driving thread adds
@@ -146,9 +148,7 @@ class MeshProc(Proc):
             return
         rank = Point(envelope.rank, info.proc_mesh._region.extent)
         actor_id = ActorId(self.proc_id, number, info.name)
-        instance = ActorInstance(
-            self, actor_id, info.name, info.class_name, rank, info.proc_mesh, info.creator, info.opens_gate
-        )
+        instance = ActorInstance(self, actor_id, info.name, info.class_name, rank, info.proc_mesh, info.creator)
         behavior = ActorBehavior(instance, list(envelope.parts[1:]), lambda down: release_owned(instance, down))
         instance.owner_key = info.owner.proc.key
         instance.on_failure = behavior.supervise
@@ -156,9 +156,13 @@ class MeshProc(Proc):
         self.books.owners[number] = instance
         self.monitors.watch((self.key, number), owner_told)
         self.adopt(instance)
-        self.on_actors_changed()
+
+        def live() -> None:
+            held.name_thread(instance.member)
+            instance.run(behavior)
+
         run = run_on_thread if info.opens_gate else self.run_actor  # the main thread is for the user's actors
-        run(f"monarch {info.name}", lambda: instance.run(behavior))
+        run(ACTOR_THREAD + info.name, live)
 
     def _tell_owner(self, owner: ActorId, number: int, rank: int) -> Callable[[Down], None]:
         def told(down: Down) -> None:
@@ -203,7 +207,6 @@ class MeshProc(Proc):
             self.failed_actors += 1
             self.last_failure = down
         super().actor_ended(instance, down)
-        self.on_actors_changed()
         if self._stopping_all:
             self._end_if_idle()
 

@@ -90,6 +90,12 @@ class Directory:
             self._ended = self._ended or (supervisor, down)
         self._settle()
 
+    def restarts(self) -> dict[int, int]:
+        """How often each child that is up was restarted, by the number of its incarnation's actors."""
+        with self._lock:
+            up = [(entry.mesh, entry.incarnation) for entry in self._entries.values() if entry.mesh is not None]
+        return {mesh._number: incarnation - 1 for mesh, incarnation in up}
+
     # ---- questions
 
     def ask(self, name: str, after: int, answer: Callable[..., None]) -> None:

@@ -324,6 +324,12 @@ class ChildBook:
         self._runtime.monitors.watch((self._runtime.key, number), ended)
         return made
 
+    def restarts(self) -> dict[int, int]:
+        """How often the children of this process's supervisors that are up were restarted, by their numbers."""
+        with self._lock:
+            directories = list(self._directories.values())
+        return {number: count for each in directories for number, count in each.restarts().items()}
+
     def _on_question(self, envelope: Envelope, what: str, number: int, *arguments: Any) -> None:
         def answer(*message: Any) -> None:
             self._runtime.answer(envelope, *message)

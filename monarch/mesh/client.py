@@ -25,11 +25,14 @@ from monarch.core import settings
 from monarch.core.future import Future
 from monarch.core.ids import ActorId, ProcId, Uid, new_number
 from monarch.core.monitor import Down
+from monarch.launch import held
 from monarch.log import get_logger, show_what_was_asked_for
 from monarch.mesh import context as context_module
 from monarch.mesh.agent import MeshProc, release_owned
+from monarch.mesh.console import Console
 from monarch.mesh.context import NOWHERE, Context, Spawner, set_client_context
 from monarch.mesh.host import HostAgent, ProcessStarter, Starter
+from monarch.mesh.inspector import Collector
 from monarch.mesh.shape import Region, Slice
 from monarch.supervision.failure import MeshFailure
 from monarch.transports import registry
@@ -68,6 +71,8 @@ class RootClient(ProcClient):
     def __init__(self, runtime: MeshProc, agent: HostAgent) -> None:
         super().__init__(runtime, ActorId(runtime.proc_id, new_number(), "client"))
         self.agent = agent
+        self.collector = Collector(runtime, agent)
+        self.console = Console(runtime.gateway, self.collector.take)
         self._pid = os.getpid()
         self._faults = _Faults()
         self._shutdown: Future[None] | None = None
@@ -94,6 +99,7 @@ class RootClient(ProcClient):
 
     def _shut_down(self, future: Future[None]) -> None:
         try:
+            self.console.close()
             release_owned(self, Down("stopped", "the client shuts down"))
             self.agent.close(settings.get("process_exit_timeout"))
             self.proc_runtime.close()
@@ -240,6 +246,8 @@ def make() -> Context:
     else:
         starter = ProcessStarter(runtime)
     client = RootClient(runtime, HostAgent(runtime, starter, _any_address(scheme)))
+    held.answer(runtime.driver.thread)
+    client.console.open()
     atexit.register(client.at_exit)
     from monarch.mesh.controllers import install
 

@@ -13,7 +13,6 @@ from monarch.core.ids import ActorId, ProcId
 from monarch.core.instance import Instance as CoreInstance
 from monarch.core.instance import Sender
 from monarch.core.monitor import Down
-from monarch.mesh.lines import Origin
 from monarch.mesh.shape import Extent, Point
 
 if TYPE_CHECKING:
@@ -112,12 +111,7 @@ class Spawner(Sender):
 
 
 class ActorInstance(Spawner, CoreInstance):
-    """A running actor.
-
-    Attributes:
-        origin: who it is in forwarded output.
-        prepares: it only runs the bootstrap function of its process.
-    """
+    """A running actor."""
 
     def __init__(
         self,
@@ -128,11 +122,8 @@ class ActorInstance(Spawner, CoreInstance):
         rank: Point,
         proc_mesh: ProcMesh,
         creator: CreatorInstance,
-        prepares: bool = False,
     ) -> None:
         CoreInstance.__init__(self, runtime, actor_id)
-        self.origin = Origin(name, rank.rank)
-        self.prepares = prepares
         self._init_spawner(name, class_name, rank, proc_mesh, creator)
         self.on_failure: Callable[[MeshFailure], None]
         self.owner_key = 0
@@ -140,8 +131,12 @@ class ActorInstance(Spawner, CoreInstance):
     @property
     def member(self) -> str:
         """As in reports: `module.Class name{'gpus': 1/2}`."""
-        place = str(self.rank) if len(self.rank) else ""
-        return f"{self.class_name} {self.name}{place}"
+        return f"{self.class_name} {self.place}"
+
+    @property
+    def place(self) -> str:
+        """Its name, and where it is in its mesh: `name{'gpus': 1/2}`."""
+        return f"{self.name}{self.rank}" if len(self.rank) else self.name
 
     def supervise(self, failure: MeshFailure) -> None:
         self.post_control(lambda: self.on_failure(failure))

@@ -60,7 +60,7 @@ def driver(request: pytest.FixtureRequest, links: Links) -> Iterator[CallerDrive
     made.start(links.pump, links.wake_fd.wake, "test")
     yield made  # type: ignore[misc]
     made.stop()
-    assert not made._thread.is_alive()  # type: ignore[attr-defined]
+    assert not made.thread.is_alive()  # type: ignore[attr-defined]
     assert links.overlaps == 0
     links.wake_fd.close()
 
@@ -71,7 +71,7 @@ def caller(links: Links) -> Iterator[CallerDriver]:
     made.start(links.pump, links.wake_fd.wake, "test")
     yield made
     made.stop()
-    assert not made._thread.is_alive()
+    assert not made.thread.is_alive()
     assert links.overlaps == 0
     links.wake_fd.close()
 
@@ -242,7 +242,7 @@ def test_the_side_thread_takes_over_while_every_waiter_is_in_user_code(caller: C
         arrived = threading.Event()
         links.post(arrived.set)
         assert arrived.wait(_LIMIT_S)
-        assert links.by[-1] == caller._thread.ident
+        assert links.by[-1] == caller.thread.ident
 
 
 def test_the_side_thread_gives_way_to_one_that_waits(caller: CallerDriver, links: Links) -> None:

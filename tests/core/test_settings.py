@@ -40,14 +40,11 @@ def test_the_defaults_are_those_of_the_table(table):
         "mesh_proc_spawn_max_idle": "30s",
         "actor_spawn_max_idle": "30s",
         "mesh_terminate_timeout": "10s",
-        "enable_log_forwarding": False,
-        "prefix_with_rank": True,
-        "tail_log_lines": 0,
-        "enable_file_capture": False,
         "link_driver": "caller",
         "mixed_endpoints": True,
         "poison_failed_procs": False,
         "send_buffer_bytes": 268435456,
+        "stack_signal": "SIGURG",
     }
 
 
@@ -66,7 +63,6 @@ def test_every_setting_accepts_its_default_as_it_is_and_says_what_it_means(setti
         ("mesh_proc_spawn_max_idle", "HYPERACTOR_MESH_PROC_SPAWN_MAX_IDLE"),
         ("actor_spawn_max_idle", "HYPERACTOR_MESH_ACTOR_SPAWN_MAX_IDLE"),
         ("mesh_terminate_timeout", "HYPERACTOR_MESH_TERMINATE_TIMEOUT"),
-        ("enable_log_forwarding", "HYPERACTOR_MESH_ENABLE_LOG_FORWARDING"),
         ("default_transport", "MONARCH_TRANSPORT"),
         ("link_driver", "MONARCH_LINK_DRIVER"),
         ("send_buffer_bytes", "MONARCH_SEND_BUFFER_BYTES"),

@@ -1,0 +1,171 @@
+"""The stacks of a process whose interpreter is held: native code keeps the interpreter lock, and no thread can answer.
+
+Every process that takes part registers faulthandler's handler for a reserved signal (`answer`). The handler runs no
+Python: it writes the stacks of all threads into an unnamed file in memory, which belongs to the process and ends with
+it. Whoever asks (`ask`) has the same user, so that the kernel lets it open that file in /proc; no ptrace is needed.
+
+The file's name says all that an asker must know: the signal, and the thread to send it to. That is a thread which runs
+no user code: no call of the user's is interrupted. A process without such a file is never sent a signal.
+
+The file begins with the names of threads, a line each, because the handler knows none. An asker reads what is written
+behind them, and cuts it off again.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterable
+from typing import Final
+
+from attrs import define, evolve
+
+from monarch.core import settings
+from monarch.core.stacks import Stack, parse_dump
+from monarch.launch import linux
+from monarch.log import get_logger
+
+log = get_logger("monarch.held")
+
+_FILE: Final = re.compile(r"/memfd:monarch-stacks-(\d+)-(\d+) \(deleted\)")
+_NAMES_LIMIT_BYTES: Final = 1 << 20  # threads that start after so many stay without a name
+_LOOK_AGAIN_S: Final = 0.005
+
+_file: int | None = None
+
+
+def answer(thread: threading.Thread) -> None:
+    """Answer askers from now on, once per process, unless the setting forbids it or the signal has a handler of the
+    user's. `thread` is the one that gets the signal."""
+    import faulthandler
+
+    global _file
+    name = settings.get("stack_signal")
+    if _file is not None or name == "none":
+        return
+    signum = int(getattr(signal, name))
+    if signal.getsignal(signum) not in (signal.SIG_DFL, signal.SIG_IGN):
+        log.info("stacks.signal_taken", signal=name)
+        return
+    try:
+        _file = os.memfd_create(f"monarch-stacks-{signum}-{thread.native_id}")
+    except (AttributeError, OSError) as error:
+        log.info("stacks.unavailable", reason=str(error))
+        return
+    fcntl.fcntl(_file, fcntl.F_SETFL, os.O_APPEND)
+    for each in threading.enumerate():
+        _name(each.ident or 0, each.name)
+    faulthandler.register(signum, file=_file, all_threads=True, chain=False)
+
+
+def name_thread(name: str) -> None:
+    """Say whose the calling thread is, for the dumps of this process."""
+    _name(threading.get_ident(), name)
+
+
+def _name(ident: int, name: str) -> None:
+    if _file is not None and os.fstat(_file).st_size < _NAMES_LIMIT_BYTES:
+        os.write(_file, f"{ident:#x} {' '.join(name.split())}\n".encode())
+
+
+@define(frozen=True)
+class Silence:
+    """Why a process gave no stacks."""
+
+    reason: str
+
+
+def ask(pids: Iterable[int], limit_s: float) -> dict[int, tuple[Stack, ...] | Silence]:
+    """The stacks of processes of this user and machine, whatever they do. All are asked at once; blocks up to
+    `limit_s`."""
+    deadline_s = time.monotonic() + limit_s
+    asked: dict[int, _Question | Silence] = {}
+    for pid in pids:
+        try:
+            asked[pid] = _Question.put(pid)
+        except OSError as error:
+            asked[pid] = Silence(_explain(pid, error))
+    found: dict[int, tuple[Stack, ...] | Silence] = {}
+    for pid, question in asked.items():
+        if isinstance(question, Silence):
+            found[pid] = question
+            continue
+        try:
+            found[pid] = question.wait(deadline_s)
+        except OSError as error:
+            found[pid] = Silence(_explain(pid, error))
+        finally:
+            question.close()
+    return found
+
+
+def _explain(pid: int, error: OSError) -> str:
+    if not os.path.exists(f"/proc/{pid}"):
+        return "the process has ended"
+    return f"it cannot be asked: {error.strerror or error}"
+
+
+@define(eq=False)
+class _Question:
+    """A dump that was asked for and may not be complete."""
+
+    _pid: int
+    _tid: int
+    _signum: int
+    _file: int
+    _start: int  # where the dump begins in the file
+
+    @classmethod
+    def put(cls, pid: int) -> _Question:
+        for number in os.listdir(f"/proc/{pid}/fd"):
+            path = f"/proc/{pid}/fd/{number}"
+            try:
+                match = _FILE.fullmatch(os.readlink(path))
+            except FileNotFoundError:
+                continue
+            if match is not None:
+                return cls._put(pid, int(match[2]), int(match[1]), os.open(path, os.O_RDWR | os.O_CLOEXEC))
+        raise OSError(errno.ENOTSUP, "it has no handler for stacks (a setting, or it has only just started)")
+
+    @classmethod
+    def _put(cls, pid: int, tid: int, signum: int, file: int) -> _Question:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            start = os.fstat(file).st_size
+            if not linux.signal_thread(pid, tid, signum):
+                tid = pid
+                linux.signal_thread(pid, tid, signum)
+            return cls(pid, tid, signum, file, start)
+        except BlockingIOError:
+            os.close(file)
+            raise OSError(errno.EBUSY, "somebody else is asking it") from None
+        except BaseException:
+            os.close(file)
+            raise
+
+    def wait(self, deadline_s: float) -> tuple[Stack, ...] | Silence:
+        """The dump, when the kernel says that the handler has come and gone."""
+        quiet = 0  # between a signal's arrival and its handler's start there is a moment that shows neither
+        while quiet < 2:
+            over = not linux.handles_signal(self._pid, self._tid, self._signum)
+            quiet = quiet + 1 if over and os.fstat(self._file).st_size > self._start else 0
+            if time.monotonic() >= deadline_s:
+                stopped = linux.kernel_state(self._pid) in ("T", "t")
+                return Silence("it is stopped (SIGCONT lets it go on)" if stopped else "it did not react to the signal")
+            time.sleep(_LOOK_AGAIN_S)
+        names, dump = self._read(0, self._start), self._read(self._start, os.fstat(self._file).st_size)
+        os.ftruncate(self._file, self._start)
+        known = {ident: name for ident, _, name in (line.partition(" ") for line in names.splitlines())}
+        return tuple(evolve(stack, name=known.get(stack.name, stack.name)) for stack in parse_dump(dump))
+
+    def _read(self, start: int, end: int) -> str:
+        return os.pread(self._file, end - start, start).decode(errors="replace")
+
+    def close(self) -> None:
+        """Let others ask."""
+        os.close(self._file)

@@ -1,0 +1,153 @@
+"""How another terminal finds the drivers of its user on this machine, and asks them.
+
+A driver listens at a unix socket in the abstract namespace, which leaves nothing behind however the driver ends. The
+socket's name begins with `_PREFIX` and the driver's pid, and the kernel lists all names in /proc/net/unix. The kernel
+also tells each side the user of the other, and the transport refuses any other user's before a byte is read. So there
+is nothing to prove on top, and the secret is no secret.
+
+A question is a frame of JSON, and so is the answer: a driver and an asker of different versions do not unpickle each
+other's objects. A driver that does not answer is looked at from outside.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import select
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from attrs import define
+
+from monarch.core.gateway import Gateway
+from monarch.errors import AuthenticationError, MonarchError
+from monarch.log import get_logger
+from monarch.mesh.inspector import LIMIT_S, from_outside
+from monarch.mesh.snapshot import Snapshot
+from monarch.transports import registry
+from monarch.transports.base import Link, Listener
+
+log = get_logger("monarch.console")
+
+_PREFIX: Final = "monarch-driver-"
+_SECRET: Final = b"same user"
+_LINE: Final = re.compile(rf"@({_PREFIX}(\d+)-[0-9a-f]+)$", re.MULTILINE)
+_DIAL_S: Final = 1.0
+
+
+class Console:
+    """The driver's side."""
+
+    def __init__(self, gateway: Gateway, take: Callable[[bool], Snapshot]) -> None:
+        self._gateway, self._take = gateway, take
+        self._listener: Listener | None = None
+
+    def open(self) -> None:
+        """Be found from now on; where that is not possible, say so in the log."""
+        url = f"ipc://@{_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
+        try:
+            self._listener = registry.get("ipc").listen(url, _SECRET)
+        except (OSError, MonarchError) as error:
+            log.info("console.unavailable", reason=str(error))
+            return
+        self._gateway.add_pollable(self._listener.fileno(), self._accept)
+
+    def close(self) -> None:
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            self._gateway.remove_pollable(listener.fileno())
+            listener.close()
+
+    def _accept(self) -> None:
+        listener = self._listener
+        for link in listener.accept_nowait() if listener is not None else ():
+            threading.Thread(target=self._serve, args=(link,), name="monarch-console", daemon=True).start()
+
+    def _serve(self, link: Link) -> None:
+        try:
+            question = _receive(link, LIMIT_S)
+            _send(link, self._take(bool(question["stacks"])).to_json())
+            link.close(LIMIT_S)
+        except Exception as error:
+            log.info("console.failed", peer=link.peer, error=str(error))
+            link.abort()
+
+
+@define(frozen=True)
+class Found:
+    """A driver of this machine, of whatever user."""
+
+    pid: int
+    url: str
+
+
+def found(listing: str | None = None) -> list[Found]:
+    """The drivers that `listing`, the text of /proc/net/unix, has, by pid."""
+    if listing is None:
+        try:
+            listing = Path("/proc/net/unix").read_text()
+        except OSError:
+            return []
+    names = {match[1]: int(match[2]) for match in _LINE.finditer(listing)}  # connections have their listener's name
+    return sorted((Found(pid, f"ipc://@{name}") for name, pid in names.items()), key=lambda each: each.pid)
+
+
+def ask(driver: Found, with_stacks: bool) -> Snapshot | None:
+    """What a driver says of its program; None when it has ended, or is another user's."""
+    transport = registry.get("ipc")
+    try:
+        link = transport.dial(driver.url, _SECRET, _DIAL_S)
+    except (ConnectionRefusedError, AuthenticationError):
+        return None
+    except (TimeoutError, MonarchError, OSError):
+        return _from_outside(driver, with_stacks)
+    try:
+        _send(link, {"stacks": with_stacks})
+        return Snapshot.from_json(_receive(link, LIMIT_S))
+    except (TimeoutError, MonarchError, OSError):
+        return _from_outside(driver, with_stacks)
+    finally:
+        link.abort()
+
+
+def _from_outside(driver: Found, with_stacks: bool) -> Snapshot | None:
+    return from_outside(driver.pid, with_stacks) if os.path.exists(f"/proc/{driver.pid}") else None
+
+
+def ask_all(with_stacks: bool, pid: int | None = None) -> list[Snapshot]:
+    """All drivers of this user, or the one with that pid. They are asked at once."""
+    drivers = [driver for driver in found() if pid in (None, driver.pid)]
+    answers: list[Snapshot | None] = [None] * len(drivers)
+
+    def put(at: int) -> None:
+        answers[at] = ask(drivers[at], with_stacks)
+
+    threads = [threading.Thread(target=put, args=(at,)) for at in range(len(drivers))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [answer for answer in answers if answer is not None]
+
+
+def _send(link: Link, facts: dict[str, Any]) -> None:
+    """One frame on a fresh link, which takes it whole; `close` waits until all of it has left."""
+    link.send_nowait([[json.dumps(facts).encode()]])
+
+
+def _receive(link: Link, limit_s: float) -> dict[str, Any]:
+    """Raises: TimeoutError, TransportError, ProtocolError."""
+    deadline_s = time.monotonic() + limit_s
+    poll = select.poll()
+    poll.register(link.fileno(), select.POLLIN)
+    while not (frames := link.recv_nowait()):
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0 or not poll.poll(left_s * 1e3):
+            raise TimeoutError(f"{link.peer} did not answer within {limit_s:g} s")
+    facts: dict[str, Any] = json.loads(b"".join(frames[0]))
+    return facts

@@ -1,0 +1,189 @@
+"""Who answers when somebody asks what a program does, and who collects the answers.
+
+Each process answers for itself, on whatever thread drives its links, so that a blocked endpoint delays nothing. The
+client's process collects: it knows all processes, asks them at once, and has those that stay silent for `_ANSWER_S`
+asked by a signal (`launch.held`). So there is an answer within `LIMIT_S`, whatever the processes do.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+import sys
+import threading
+import time
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from attrs import define, evolve
+
+from monarch.core.envelope import Envelope
+from monarch.core.gateway import PeerGone
+from monarch.core.monitor import Down
+from monarch.core.stacks import Stack, running_threads
+from monarch.launch import held, linux
+from monarch.launch.template import launched_by
+from monarch.mesh.context import ActorInstance
+from monarch.mesh.snapshot import Actor, Host, Process, ProcessState, Snapshot
+
+if TYPE_CHECKING:
+    from monarch.mesh.agent import MeshProc
+    from monarch.mesh.host import HostAgent, Resident
+
+_ANSWER_S: Final = 1.0
+_SIGNAL_S: Final = 2.0
+LIMIT_S: Final = 5.0
+
+
+@define(frozen=True)
+class Answer:
+    """What a process says of itself. `actors` are by number, and so are `restarts`: of supervised children, wherever
+    they are."""
+
+    actors: dict[int, Actor]
+    threads: tuple[Stack, ...]
+    restarts: dict[int, int]
+
+
+class Respondent:
+    """Answers for one process."""
+
+    def __init__(self, runtime: MeshProc) -> None:
+        self._runtime = runtime
+        runtime.handlers["inspect"] = self._on_inspect
+
+    def _on_inspect(self, envelope: Envelope, with_stacks: bool) -> None:
+        self._runtime.answer(envelope, self.answer(with_stacks))
+
+    def answer(self, with_stacks: bool, but: int = 0) -> Answer:
+        """`but` is the identity of a thread to leave out: the one that asks."""
+        runtime = self._runtime
+        instances = [actor for actor in list(runtime.actors.values()) if isinstance(actor, ActorInstance)]
+        threads = running_threads() if with_stacks else {}
+        threads.pop(but, None)
+        actors = {each.actor_id.number: _actor(each, threads if with_stacks else None) for each in instances}
+        if runtime.proc_id.keeper is not None and runtime.gateway.transport.scheme == "inproc":
+            threads.clear()  # they are the client's
+        others = tuple(each for each in threads.values() if not each.name.startswith(ACTOR_THREAD))
+        return Answer(actors, others, runtime.children.restarts())
+
+
+ACTOR_THREAD: Final = "monarch "
+"""How the names of threads begin that run an actor."""
+
+
+def _actor(instance: ActorInstance, threads: dict[int, Stack] | None) -> Actor:
+    """`threads`: those of the process, of which the actor's is taken away; None where no stacks are wanted."""
+    state = instance.snapshot()
+    actor = Actor(instance.place, instance.class_name, state.phase, state.running, state.queued)
+    if threads is None or instance.thread_id not in threads:
+        return actor
+    return evolve(actor, stacks=(threads.pop(instance.thread_id), *instance.waiting()))
+
+
+class Collector:
+    """Asks all processes of a program. Lives in its client's process."""
+
+    def __init__(self, runtime: MeshProc, agent: HostAgent) -> None:
+        self._runtime, self._agent = runtime, agent
+        runtime.handlers["snapshot"] = self._on_snapshot
+
+    def _on_snapshot(self, envelope: Envelope, with_stacks: bool, only: Collection[int] | None) -> None:
+        def run() -> None:
+            try:
+                self._runtime.answer(envelope, self.take(with_stacks, only))
+            except Exception as error:
+                self._runtime.bounce(envelope, Down("failed", f"the program cannot be inspected: {error!r}"))
+
+        threading.Thread(target=run, name="monarch-inspector", daemon=True).start()
+
+    def take(self, with_stacks: bool, only: Collection[int] | None = None) -> Snapshot:
+        """Ask, and wait; `LIMIT_S` at most. Never on the driving thread.
+
+        Args:
+            only: keys of the processes to ask; None for all.
+        """
+        runtime = self._runtime
+        residents = [each for each in self._agent.residents() if only is None or each.proc.key in only]
+        asked = [runtime.request(each.proc, "inspect", with_stacks) for each in residents]
+        answers: dict[int, Answer] = {}
+        gone: set[int] = set()
+        if only is None or runtime.key in only:
+            answers[runtime.key] = runtime.respondent.answer(with_stacks, threading.get_ident())
+        deadline_s = time.monotonic() + _ANSWER_S
+        for resident, answer in zip(residents, asked, strict=True):
+            try:
+                (answers[resident.proc.key],) = answer.get(max(deadline_s - time.monotonic(), 0.0))
+            except PeerGone:
+                gone.add(resident.proc.key)
+            except TimeoutError:
+                pass
+        silent = {
+            r.pid for r in residents if r.pid is not None and r.proc.key not in answers and r.proc.key not in gone
+        }
+        dumps = held.ask(silent - {os.getpid()}, _SIGNAL_S) if with_stacks else {}
+        restarts = {number: count for answer in answers.values() for number, count in answer.restarts.items()}
+        processes: list[Process] = []
+        if runtime.key in answers:
+            own = Process("client", os.getpid(), ProcessState.UP, "", linux.memory_bytes(os.getpid()))
+            processes.append(_answered(own, answers[runtime.key], restarts))
+        for resident in residents:
+            if resident.proc.key in gone:
+                continue
+            process = _resident(resident)
+            answer_of = answers.get(resident.proc.key)
+            if answer_of is not None:
+                processes.append(_answered(process, answer_of, restarts))
+            else:
+                processes.append(_unanswered(process, dumps))
+        return Snapshot(_program(), os.getpid(), (Host(socket.gethostname(), tuple(processes)),), with_stacks)
+
+
+def _resident(resident: Resident) -> Process:
+    if not resident.up:
+        state = ProcessState.STARTING
+    else:
+        state = ProcessState.STOPPING if resident.stopping else ProcessState.UP
+    memory = None if resident.pid is None else linux.memory_bytes(resident.pid)
+    return Process(resident.name, resident.pid, state, "", memory)
+
+
+def _answered(process: Process, answer: Answer, restarts: dict[int, int]) -> Process:
+    actors = (evolve(actor, restarts=restarts.get(number, 0)) for number, actor in answer.actors.items())
+    return evolve(process, actors=tuple(actors), threads=answer.threads)
+
+
+def _unanswered(process: Process, dumps: dict[int, tuple[Stack, ...] | held.Silence]) -> Process:
+    pid = process.pid
+    if pid is None:
+        return process
+    if linux.kernel_state(pid) in ("T", "t"):
+        return evolve(process, state=ProcessState.STOPPED, note="SIGCONT lets it go on")
+    state, note = process.state, ""
+    if state is ProcessState.UP:
+        state, note = ProcessState.HELD, "it does not answer: native code holds its interpreter, or the machine is busy"
+    dump = dumps.get(pid, ())
+    if isinstance(dump, held.Silence):
+        return evolve(process, state=state, note=f"no stacks: {dump.reason}")
+    return evolve(process, state=state, note=note, threads=dump)
+
+
+def from_outside(pid: int, with_stacks: bool) -> Snapshot:
+    """What can be told of a driver that does not answer, by evidence of the kernel and the reserved signal."""
+    names = {pid: "client"} | {each: title.removeprefix("monarch: ") for each, title in launched_by(pid).items()}
+    dumps = held.ask(names, _SIGNAL_S) if with_stacks else {}
+    processes = []
+    for each, name in names.items():
+        process = Process(name, each, ProcessState.UP, "", linux.memory_bytes(each))
+        process = _unanswered(process, dumps)
+        if each != pid and process.state is ProcessState.HELD:
+            process = evolve(process, state=ProcessState.UNKNOWN, note="its driver does not answer")
+        processes.append(process)
+    return Snapshot(linux.title(pid), pid, (Host(socket.gethostname(), tuple(processes)),), with_stacks)
+
+
+def _program() -> str:
+    interpreter, *arguments = sys.orig_argv or [""]
+    return shlex.join([Path(interpreter).name, *arguments])

@@ -1,0 +1,155 @@
+"""Stacks as values: of threads, of what waits, of a dump of faulthandler's; and what of them is worth showing."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import types
+from pathlib import Path
+
+import pytest
+
+import monarch
+from monarch.core.stacks import Frame, Shown, Stack, condensed, parse_dump, running_threads, waiting_tasks
+
+PACKAGE = str(Path(monarch.__file__).parent)
+PYTHON = str(Path(threading.__file__).parent)
+
+
+def users(function):
+    return Frame("/home/me/train.py", 1, function)
+
+
+def ours(function):
+    return Frame(f"{PACKAGE}/core/{function}.py", 1, function)
+
+
+def pythons(function):
+    return Frame(f"{PYTHON}/asyncio/{function}.py", 1, function)
+
+
+def functions(stack):
+    return [frame.function for frame in stack.frames]
+
+
+@pytest.mark.parametrize(
+    ("file", "is_ours", "is_users"),
+    [
+        ("/home/me/train.py", False, True),
+        (f"{PACKAGE}/core/loop.py", True, False),
+        (f"{PACKAGE}/examples/search.py", False, True),
+        (f"{PYTHON}/threading.py", False, False),
+        (f"{PYTHON}/site-packages/torch/nn.py", False, True),
+        ("<frozen runpy>", False, False),
+        ("<string>", False, True),
+    ],
+)
+def test_whose_a_frame_is(file, is_ours, is_users):
+    frame = Frame(file, 1, "f")
+
+    assert (frame.is_ours, frame.is_users) == (is_ours, is_users)
+
+
+def test_a_thread_that_waits_for_a_lock_is_seen_there():
+    lock, inside = threading.Lock(), threading.Event()
+
+    def wait_for_lock():
+        inside.set()
+        with lock:
+            pass
+
+    with lock:
+        thread = threading.Thread(target=wait_for_lock, name="the one that waits")
+        thread.start()
+        assert inside.wait(10)
+        stack = running_threads()[thread.ident]
+    thread.join(10)
+
+    assert (stack.name, functions(stack)[-1], stack.waits) == ("the one that waits", "wait_for_lock", False)
+    assert stack.frames[-1].file == __file__
+
+
+@types.coroutine
+def old_style():
+    yield from asyncio.sleep(60).__await__()
+
+
+async def generate():
+    await old_style()
+    yield
+
+
+async def outer():
+    async for _ in generate():
+        pass
+
+
+def test_what_a_task_awaits_is_followed_to_the_innermost_frame():
+    async def main():
+        task = asyncio.create_task(outer(), name="the task")
+        await asyncio.sleep(0)
+        found = {stack.name: stack for stack in waiting_tasks(asyncio.get_running_loop())}
+        task.cancel()
+        return found
+
+    found = asyncio.run(main())
+
+    assert list(found) == ["the task"]  # the one that runs is in its thread's stack
+    assert found["the task"].waits
+    assert functions(found["the task"]) == ["outer", "generate", "old_style", "sleep"]
+
+
+DUMP = """\
+Thread 0x00007f0c191986c0 (most recent call first):
+  File "/home/me/my train.py", line 7 in <lambda>
+  File "/usr/lib/python3.11/threading.py", line ??? in run
+  ...
+
+Current thread 0x00007f0c19e1bb80 [main one] (most recent call first):
+  File "/home/me/my train.py", line 9 in <module>
+
+Thread 0x000000000000000a (most recent call first):
+  <no Python frame>
+"""
+
+
+def test_a_dump_is_read_with_the_most_recent_call_last():
+    assert parse_dump(DUMP) == (
+        Stack(
+            "0x7f0c191986c0",
+            (Frame("/usr/lib/python3.11/threading.py", 0, "run"), Frame("/home/me/my train.py", 7, "<lambda>")),
+        ),
+        Stack("main one", (Frame("/home/me/my train.py", 9, "<module>"),)),
+        Stack("0xa", ()),
+    )
+
+
+START = Frame("<string>", 8, "<module>")
+TEMPLATE = Frame(f"{PACKAGE}/launch/template.py", 9, "main")
+
+
+@pytest.mark.parametrize(
+    ("frames", "shown"),
+    [
+        ([], []),
+        ([users("a"), users("b")], [Shown(users("a")), Shown(users("b"))]),
+        ([ours("run"), pythons("loop"), ours("turn"), users("step")], [Shown(None, 3), Shown(users("step"))]),
+        ([START, TEMPLATE, ours("run"), users("step")], [Shown(None, 3), Shown(users("step"))]),
+        ([START, users("step")], [Shown(START), Shown(users("step"))]),  # the user's own `python -c`
+        ([users("step"), pythons("sleep")], [Shown(users("step")), Shown(pythons("sleep"))]),
+        ([users("step"), ours("get"), ours("wait"), pythons("poll")], [Shown(users("step")), Shown(ours("get"), 2)]),
+        (
+            [users("a"), ours("call"), ours("do"), users("b")],
+            [Shown(users("a")), Shown(ours("call"), 1), Shown(users("b"))],
+        ),
+        ([ours("run"), pythons("wait")], [Shown(None, 2)]),
+    ],
+)
+def test_frames_that_tell_little_are_left_out(frames, shown):
+    assert condensed(frames) == shown
+    assert sum(1 if each.frame else 0 for each in shown) + sum(each.inside for each in shown) == len(frames)
+
+
+def test_a_stack_without_code_of_the_users_is_idle():
+    assert Stack("t", (START, TEMPLATE, ours("run"), pythons("wait"))).is_idle
+    assert not Stack("t", (ours("run"), users("step"), ours("get"))).is_idle

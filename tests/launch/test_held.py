@@ -1,0 +1,125 @@
+"""Stacks by the reserved signal: the interpreter is held, and no thread of the process can answer."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from monarch.launch import held, linux
+from monarch.launch.held import Silence
+
+pytestmark = pytest.mark.slow
+
+PROGRAM = """
+import ctypes, sys, threading, time
+
+def hold(seconds):
+    return ctypes.PyDLL(None).sleep(seconds)  # PyDLL keeps the interpreter lock
+
+side = threading.Thread(target=threading.Event().wait, daemon=True, name="side")
+side.start()
+if "deaf" not in sys.argv:
+    from monarch.launch import held
+    held.answer(side)
+    held.name_thread("the actor")
+print("ready", flush=True)
+print(hold(int(sys.argv[1])), flush=True)
+"""
+
+
+@contextlib.contextmanager
+def program(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen([sys.executable, "-c", PROGRAM, *arguments], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def stacks_of(pid: int) -> tuple[held.Stack, ...]:
+    found = held.ask([pid], 10.0)[pid]
+    assert not isinstance(found, Silence), found
+    return found
+
+
+def wait_until_held(pid: int) -> None:
+    """The program has said that it is about to; its main thread then sleeps in the kernel."""
+    deadline_s = time.monotonic() + 10
+    while not any(frame.function == "hold" for stack in stacks_of(pid) for frame in stack.frames):
+        assert time.monotonic() < deadline_s
+
+
+def test_a_held_interpreter_shows_its_stacks_by_name():
+    with program("600") as process:
+        wait_until_held(process.pid)
+        stacks = {stack.name: [frame.function for frame in stack.frames] for stack in stacks_of(process.pid)}
+
+    assert stacks["the actor"] == ["<module>", "hold"]
+    assert stacks["side"][-1] == "wait"
+
+
+def test_asking_interrupts_no_call():
+    with program("3") as process:
+        for _ in range(5):
+            stacks_of(process.pid)
+        assert process.stdout is not None
+        left_s = process.stdout.readline()
+
+    assert left_s == "0\n"  # of the 3 seconds: sleep(3) says what a signal has cut off
+
+
+def test_asking_leaves_no_dump_behind():
+    with program("600") as process:
+        wait_until_held(process.pid)
+        sizes = set()
+        for _ in range(3):
+            stacks_of(process.pid)
+            sizes |= {os.stat(f"/proc/{process.pid}/fd/{fd}").st_size for fd in memory_files(process.pid)}
+
+    assert len(sizes) == 1
+
+
+def memory_files(pid: int) -> list[str]:
+    folder = f"/proc/{pid}/fd"
+    return [fd for fd in os.listdir(folder) if "monarch-stacks" in os.readlink(f"{folder}/{fd}")]
+
+
+def test_a_process_without_the_handler_gets_no_signal():
+    with program("600", "deaf") as process:
+        found = held.ask([process.pid], 10.0)[process.pid]
+
+    assert isinstance(found, Silence)
+    assert "it has no handler for stacks" in found.reason
+
+
+def test_a_stopped_process_says_so_and_shows_its_stacks_later():
+    with program("600") as process:
+        process.send_signal(signal.SIGSTOP)
+        deadline_s = time.monotonic() + 10
+        while linux.kernel_state(process.pid) != "T":
+            assert time.monotonic() < deadline_s
+        silent = held.ask([process.pid], 0.2)[process.pid]
+        process.send_signal(signal.SIGCONT)
+        stacks = stacks_of(process.pid)
+
+    assert isinstance(silent, Silence)
+    assert "stopped" in silent.reason
+    assert stacks
+
+
+def test_a_process_that_has_ended_is_no_error():
+    with program("0") as process:
+        process.wait(10)
+
+    found = held.ask([process.pid], 1.0)[process.pid]
+
+    assert found == Silence("the process has ended")

@@ -32,7 +32,7 @@ from monarch.core.monitor import Down
 from monarch.core.peer import Peer, State
 from monarch.core.poller import WRITABLE, Poller
 from monarch.core.protocol import FrameType, Hello, Session, frame_type
-from monarch.core.router import Deliver, Forward, route
+from monarch.core.router import DELIVER, Bounce, Forward, route
 from monarch.errors import LinkClosed, MonarchError, ProtocolError, TransportError
 from monarch.log import get_logger
 from monarch.transports.base import Frame, Link, Listener, Transport
@@ -295,18 +295,15 @@ class Gateway:
                 peer.say(FrameType.ACK)
 
     def _route(self, envelope: Envelope) -> None:
-        if envelope.dst_proc == self.key:
-            self._deliver(envelope)
-            return
         step = route(self.key, self.peers, envelope)
-        if isinstance(step, Deliver):
+        if step is DELIVER:
             self._deliver(envelope)
         elif isinstance(step, Forward):
             envelope.ttl -= 1
             down = self.send(envelope)
             if down is not None:
                 self._bounce(envelope, down)
-        else:
+        elif isinstance(step, Bounce):
             self._bounce(envelope, Down("unreachable", step.reason))
 
     # ---- links: how peers come and go

@@ -28,13 +28,13 @@ class Bounce:
     reason: str
 
 
-_DELIVER = Deliver()
+DELIVER = Deliver()
 
 
 def route(own_key: int, known: Container[int], envelope: Envelope) -> Deliver | Forward | Bounce:
     """Decide by the head alone."""
     if envelope.dst_proc == own_key:
-        return _DELIVER
+        return DELIVER
     if envelope.ttl <= 1:
         return Bounce("its hop limit was reached: the routes of this job form a loop")
     if envelope.dst_proc in known:

@@ -165,7 +165,8 @@ class HostAgent:
             proc = evolve(request.proc, keeper=runtime.proc_id)
             runtime.gateway.peer(proc)
             each = _Launched(request, owner)
-            self._procs[proc.key] = each
+            with self._lock:
+                self._procs[proc.key] = each
             launched.append(each)
             scheme = runtime.gateway.transport.scheme
             boots.append(Boot(proc, runtime.root, scheme, self._listen, runtime.secret, config, request.gated))

@@ -27,6 +27,11 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("monarch")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--rounds", type=int, default=200, help="rounds of tests/chaos")
+    parser.addoption("--seed", type=int, default=None, help="seed of tests/chaos; a random one where not given")
+
+
 def _missing(marker: str) -> str | None:
     """Why tests with this marker cannot run here, or None where they can."""
     if marker == "torch":

@@ -89,7 +89,7 @@ class _Template:
     env: dict[str, str]
     pid: int = 0  # once it is ready
     status: tuple[int | None, int | None] = (None, None)  # exit code and signal, once it is over
-    trouble: str = ""  # what made it end its children
+    trouble: str = ""  # why it is ending without having been asked
     children: dict[int, Child] = field(factory=dict)
 
 
@@ -316,11 +316,13 @@ class Launcher:
                 for id, pid in message["children"]:
                     if id in template.children:
                         template.children[id].pid = pid
+            case "ended" if template.trouble:
+                pass  # told when the template is gone: who hears may launch at once, and shall get a new one
             case "ended":
                 child = template.children.pop(message["id"])
                 child.pid = message["pid"]
-                hint = template.trouble
-                if not hint and message["signal"] == signal.SIGKILL and not child._killed and message["error"] is None:
+                hint = ""
+                if message["signal"] == signal.SIGKILL and not child._killed and message["error"] is None:
                     hint = self._reason_for_sigkill()
                 end = Exit(child.pid, message["code"], message["signal"], message["error"], message["tail"], hint=hint)
                 self._end(child, end)

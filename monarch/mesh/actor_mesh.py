@@ -26,6 +26,7 @@ from monarch.mesh.endpoint import Endpoint, PlainMethod, describe_call
 from monarch.mesh.port import Members, MeshReply
 from monarch.mesh.shape import Point, Region
 from monarch.mesh.view import MeshView, overridable
+from monarch.supervision.failure import Member
 
 if TYPE_CHECKING:
     from monarch.mesh.context import Spawner
@@ -157,7 +158,7 @@ class ActorMesh(MeshView, Generic[A]):
     def _members(self, method: str) -> Members:
         class_name, name, whole, bases = self._class_name, self._name, self._whole, self._region._slice
 
-        def describe(position: int) -> str:
+        def describe(position: int) -> Member:
             return describe_member(class_name, name, whole, bases[position])
 
         return Members([key for key, _ in self._targets], describe, name, method, self._region)
@@ -234,10 +235,10 @@ def _received(*arguments: Any) -> ActorMesh[Any]:
     return mesh
 
 
-def describe_member(class_name: str, name: str, whole: Region, base: int) -> str:
-    """`module.Class name{'gpus': 1/2}`."""
+def describe_member(class_name: str, name: str, whole: Region, base: int) -> Member:
+    """The member of that base rank."""
     try:
         point = whole.point_of_base_rank(base)
     except (ValueError, MonarchError):
         point = Point(0, whole.extent)
-    return f"{class_name} {name}{point if len(point) else ''}"
+    return Member(class_name, name, dict(point), str(point) if len(point) else "")

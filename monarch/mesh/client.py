@@ -168,7 +168,7 @@ class _Faults:
         now = datetime.now().isoformat(sep=" ", timespec="seconds")
         text = f"Unhandled monarch error on the root actor, hostname={socket.gethostname()}, PID={os.getpid()} at time "
         because = "" if isinstance(error, SystemExit) else f"\nunhandled_fault_hook raised {error!r}"
-        sys.stderr.write(f"{text}{now}: {failure}\n{failure.report()}{because}\n")
+        sys.stderr.write(f"{text}{now}: {failure.report()}{because}\n")
         sys.stderr.flush()
         sys.excepthook = _exit_with_1
         main = threading.main_thread().ident or 0

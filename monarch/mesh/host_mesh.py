@@ -14,6 +14,7 @@ from monarch.core.future import Future
 from monarch.core.ids import ProcId, Uid, new_number
 from monarch.launch.bootstrap import BootstrapCommand, default_bootstrap_cmd
 from monarch.mesh.actor import Actor
+from monarch.mesh.actor_mesh import describe_member
 from monarch.mesh.context import context
 from monarch.mesh.dispatch import settle_result
 from monarch.mesh.endpoint import endpoint
@@ -141,7 +142,8 @@ class HostMesh(MeshView):
         runtime: Any = owner.proc_runtime
         number = new_number()
         hosts = {host: [request.proc for request in asked] for host, asked in requests.items()}
-        owned = OwnedProcs(owner, number, name, hosts)
+        region = Region(labels, Slice.new_row_major(sizes))
+        owned = OwnedProcs(owner, number, name, hosts, lambda rank: describe_member("process", name, region, rank))
         owner.owned[number] = owned
         runtime.books.owners.setdefault(owner.actor_id.number, owner)
         for host, asked in requests.items():
@@ -149,7 +151,6 @@ class HostMesh(MeshView):
                 for each_request in asked:
                     runtime.gateway.peer(each_request.proc)
             runtime.tell(host, "launch", owner.actor_id, asked)
-        region = Region(labels, Slice.new_row_major(sizes))
         mesh = ProcMesh(name, procs, region, owned)
         if bootstrap is not None:
             mesh._setup = mesh._spawn("setup", _Setup, (bootstrap,), {}, opens_gate=True)

@@ -15,7 +15,7 @@ from monarch.core.future import Future
 from monarch.core.ids import ProcId
 from monarch.core.monitor import Down
 from monarch.core.proc import Proc
-from monarch.supervision.failure import MeshFailure
+from monarch.supervision.failure import Member, MeshFailure
 
 if TYPE_CHECKING:
     from monarch.mesh.context import Spawner
@@ -42,7 +42,7 @@ class OwnedActors:
         number: int,
         name: str,
         procs: Sequence[ProcId],
-        describe: Callable[[int], str],
+        describe: Callable[[int], Member],
     ) -> None:
         self.owner, self.number, self.name = owner, number, name
         self._books = books
@@ -123,9 +123,17 @@ class OwnedActors:
 class OwnedProcs:
     """A process mesh, as its owner keeps it."""
 
-    def __init__(self, owner: Spawner, number: int, name: str, hosts: dict[ProcId, list[ProcId]]) -> None:
+    def __init__(
+        self,
+        owner: Spawner,
+        number: int,
+        name: str,
+        hosts: dict[ProcId, list[ProcId]],
+        describe: Callable[[int], Member],
+    ) -> None:
         self.owner, self.number, self.name = owner, number, name
         self.hosts = hosts
+        self._describe = describe
         self.ranks = {proc.key: rank for rank, proc in enumerate(p for procs in hosts.values() for p in procs)}
         self.stopping: str | None = None
 
@@ -133,7 +141,7 @@ class OwnedProcs:
         rank = self.ranks.get(key)
         if rank is None or self.stopping is not None or down.stopped:
             return False
-        self.owner.supervise(MeshFailure(self.name, [rank], f"process {self.name}[{rank}]", down))
+        self.owner.supervise(MeshFailure(self.name, [rank], self._describe(rank), down))
         return True
 
     def stop(self, reason: str, grace_s: float | None = None) -> Future[None]:

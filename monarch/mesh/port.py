@@ -23,7 +23,7 @@ from monarch.errors import ActorError
 from monarch.mesh.context import Spawner, context
 from monarch.mesh.shape import Region
 from monarch.mesh.value_mesh import ValueMesh
-from monarch.supervision.failure import Fate, call_failed
+from monarch.supervision.failure import Fate, Member, call_failed
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -260,10 +260,10 @@ class Members:
     __slots__ = ("describe", "keys", "mesh_name", "method", "region")
 
     def __init__(
-        self, keys: Sequence[int], describe: Callable[[int], str], mesh_name: str, method: str, region: Region
+        self, keys: Sequence[int], describe: Callable[[int], Member | str], mesh_name: str, method: str, region: Region
     ) -> None:
         self.keys = keys  # [rank in the view] -> process key
-        self.describe = describe  # rank in the view -> `module.Class name{...}`
+        self.describe = describe  # rank in the view -> who that is
         self.mesh_name = mesh_name
         self.method = method
         self.region = region

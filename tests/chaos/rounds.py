@@ -5,8 +5,8 @@ is a function of its seed and its number, but for what the scheduler does: the s
 traffic and the same victim.
 
 What must hold after each: every call has ended, within `LIMIT_S` of the death, with its value or with an error that
-names the death; who had nothing to do with the dead has its value; the owner has heard of each dead member exactly once,
-and of no other; and no process is left, whatever the dead had started.
+names the death; who had nothing to do with the dead has its value; the owner has heard of each dead member exactly
+once, and of no other; and no process is left, whatever the dead had started.
 """
 
 from __future__ import annotations
@@ -187,6 +187,7 @@ class Round:
         assert isinstance(client, RootClient)
         if victim in ("template", "guardian"):
             template = client.agent._starter.launcher._template  # type: ignore[attr-defined]
+            self.pids += [template.pid, template.guardian]
             os.kill(getattr(template, "pid" if victim == "template" else "guardian"), signal.SIGKILL)
         elif victim == "owner":
             os.kill(self.owner_pid, signal.SIGKILL)

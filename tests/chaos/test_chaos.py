@@ -1,4 +1,4 @@
-"""Somebody dies at a random moment of random traffic, the driver included: nobody waits, nobody misses it, nothing stays.
+"""Somebody dies at a random moment of random traffic, the driver too: nobody waits, nobody misses it, nothing stays.
 
 `pytest tests/chaos -m slow --rounds 5000` for many, `--seed N` to repeat. What happens in a round, and what must hold
 after it, is in `rounds`; here are the ends of drivers. A single driver is repeated without pytest, by the command that

@@ -55,7 +55,7 @@ def test_calls_to_a_killed_process_fail_soon_and_say_why(real_client: TestClient
             assert "at rank 1" in str(caught.value)
 
     failure = real_client.expect_fault()
-    assert (failure.crashed_ranks, failure.down.signal, failure.down.pid) == ([1], signum, pid)
+    assert (failure.crashed_ranks, failure.signal, failure.pid) == ([1], signum, pid)
     assert list(workers.slice(gpus=slice(0, 3, 2)).echo.call(1).get(10).values()) == [1, 1]
 
 
@@ -69,7 +69,7 @@ def test_calls_to_a_process_that_exits_fail_with_the_code(real_client: TestClien
 
     text = f"the process this actor was running on exited with {'non-zero ' if code else ''}code {code}"
     assert text in str(caught.value)
-    assert real_client.expect_fault(text).down.code == code
+    assert real_client.expect_fault(text).exit_code == code
     with Timer(), pytest.raises(SupervisionError, match=text):
         workers.echo.call(1).get(5)
 
@@ -114,7 +114,7 @@ def test_a_process_without_actors_is_missed_too(client: TestClient) -> None:
     client.kill(procs.slice(gpus=1))
 
     failure = client.expect_fault("Killed")
-    assert (failure.mesh_name, failure.crashed_ranks) == ("empty", [1])
+    assert (failure.mesh_name, failure.crashed_ranks, failure.coordinates) == ("empty", [1], [{"gpus": 1}])
 
 
 def test_an_actor_with_pending_calls_to_a_dead_process_hears_soon(client: TestClient, channel: Any) -> None:

@@ -18,12 +18,12 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from monarch import actor_config as config
 from monarch.core.future import Future
 from monarch.core.ids import ProcId, Uid
 from monarch.core.settings import ChannelTransport
 from monarch.errors import ActorError, MonarchError, SupervisionError
 from monarch.launch.bootstrap import BootstrapCommand, default_bootstrap_cmd
+from monarch.mesh import actor_config as config
 from monarch.mesh.actor import Actor
 from monarch.mesh.actor_mesh import ActorMesh
 from monarch.mesh.client import shutdown_context

@@ -18,22 +18,23 @@ from monarch.core.monitor import Down
 class Mailbox:
     """`put` may be called from any thread, `take` from the actor's. After `close`, nothing more goes in."""
 
-    __slots__ = ("_calls", "_closed", "_control", "_expected", "_lock", "_waiting", "signal")
+    __slots__ = ("_calls", "_control", "_expected", "_lock", "_waiting", "closed", "signal")
 
     def __init__(self, signal: Signal) -> None:
         self.signal = signal
         self._lock = threading.Lock()
         self._calls: deque[Envelope] = deque()
         self._control: deque[Callable[[], None]] = deque()
-        self._closed: Down | None = None
+        self.closed: Down | None = None
+        """Why nothing is accepted any more."""
         self._expected: dict[tuple[int, int], int] = {}
         self._waiting: dict[tuple[int, int], dict[int, Envelope]] = {}
 
     def put(self, envelope: Envelope) -> Down | None:
         """Queue a call; returns why it is refused, if it is."""
         with self._lock:
-            if self._closed is not None:
-                return self._closed
+            if self.closed is not None:
+                return self.closed
             if envelope.flags & Flag.SEQUENCED:
                 sender = (envelope.src_proc, envelope.src_actor)
                 expected = self._expected.get(sender, 0)
@@ -72,8 +73,8 @@ class Mailbox:
     def close(self, down: Down) -> None:
         """Refuse what comes from now on, with `down`; what is queued stays, to be drained."""
         with self._lock:
-            if self._closed is None:
-                self._closed = down
+            if self.closed is None:
+                self.closed = down
         self.signal.notify()
 
     def drain(self) -> list[Envelope]:

@@ -274,6 +274,11 @@ class Proc:
         for envelope in instance.mailbox.drain():
             self.bounce(envelope, down)
 
+    def why_ending(self, number: int) -> Down | None:
+        """Why an actor of this process has ended or is about to; set before anybody is told."""
+        actor = self.actors.get(number)
+        return actor.mailbox.closed if isinstance(actor, Instance) else self.monitors.gone((self.key, number))
+
     # ---- processes
 
     def _on_gone(self, peer: Peer, down: Down) -> None:

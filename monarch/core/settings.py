@@ -265,6 +265,28 @@ SETTINGS: Final[Mapping[str, Setting]] = {
             _MESH,
         ),
         Setting(
+            "enable_log_forwarding",
+            Bool(),
+            False,
+            "What processes print is shown by the driver, with actor and rank; counts when they are spawned.",
+            _MESH,
+        ),
+        Setting("prefix_with_rank", Bool(), True, "Forwarded lines start with the actor's name and rank."),
+        Setting(
+            "tail_log_lines",
+            Int(),
+            0,
+            "So many of the last lines of a process are in the report of its death; with log forwarding.",
+            _MESH,
+        ),
+        Setting(
+            "enable_file_capture",
+            Bool(),
+            False,
+            "Forwarded lines are also kept, in `monarch_logs/PID OF THE DRIVER/`, a file for each process.",
+            _MESH,
+        ),
+        Setting(
             "link_driver",
             Choice(("thread", "caller")),
             "caller",
@@ -309,8 +331,15 @@ IntName = Literal[
     "message_ttl_default",
     "codec_max_frame_length",
     "send_buffer_bytes",
+    "tail_log_lines",
 ]
-BoolName = Literal["mixed_endpoints", "poison_failed_procs"]
+BoolName = Literal[
+    "enable_file_capture",
+    "enable_log_forwarding",
+    "mixed_endpoints",
+    "poison_failed_procs",
+    "prefix_with_rank",
+]
 StrName = Literal["default_transport", "link_driver", "stack_signal"]
 
 

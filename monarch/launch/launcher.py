@@ -38,7 +38,7 @@ from monarch.launch.bootstrap import default_bootstrap_cmd, fresh_interpreter_cm
 from monarch.launch.orphans import kill
 from monarch.launch.process import Exit, LaunchSpec, must_exec
 from monarch.launch.template import DRIVER_FD, SETUP_FD, SOCKET_FD, START
-from monarch.launch.wire import Message, Wire, close_all, explain, memory_file
+from monarch.launch.wire import MAX_FDS, Message, Wire, close_all, explain, memory_file
 from monarch.log import get_logger
 
 __all__ = ["DEFAULT_PRELOAD", "Child", "Exit", "LaunchSpec", "Launcher"]
@@ -50,6 +50,9 @@ DEFAULT_PRELOAD: Final = ("asyncio", "attrs", "cloudpickle", "faulthandler", "pi
 _TEMPLATE_ENV: Final = {"OPENBLAS_NUM_THREADS": "1"}  # else importing numpy starts threads, and forks would be unsafe
 
 _LIMITS: Final = sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")})
+_SHARED_OUTPUT: Final = 2  # where among the descriptors of a request the standard output is; the error is behind it
+_OWN_OUTPUT: Final = 4
+_BATCH: Final = (MAX_FDS - _OWN_OUTPUT) // 2  # children in one request
 _FIRST_FD: Final = 10  # above the numbers that descriptors get in the template
 _KILL_MARGIN_S: Final = 2.0  # what `close` adds for SIGKILL to work, and again where the template is stuck
 
@@ -149,17 +152,21 @@ class Launcher:
             children = [
                 Child(s.name, id=next(self._ids), launcher=self, on_exit=f) for s, f in zip(specs, on_exit, strict=True)
             ]
-            try:
-                self._send_launch(specs, children)
-            except OSError as e:
-                for child in children:
-                    self._end(child, Exit(None, error=explain(e, "the launcher cannot ask for it")))
-            except RuntimeError as e:
-                for child in children:
-                    self._end(child, Exit(None, error=str(e)))
+            for at in range(0, len(specs), _BATCH):
+                self._launch_some(specs[at : at + _BATCH], children[at : at + _BATCH])
             return children
 
-    def _send_launch(self, specs: Sequence[LaunchSpec], children: Sequence[Child]) -> None:
+    def _launch_some(self, specs: Sequence[LaunchSpec], children: Sequence[Child]) -> None:
+        outputs = [fd for spec in specs for fd in spec.output or ()]
+        try:
+            self._send_launch(specs, children, outputs)
+        except (OSError, RuntimeError) as e:
+            close_all(outputs)
+            for child in children:
+                error = explain(e, "the launcher cannot ask for it") if isinstance(e, OSError) else str(e)
+                self._end(child, Exit(None, error=error))
+
+    def _send_launch(self, specs: Sequence[LaunchSpec], children: Sequence[Child], outputs: Sequence[int]) -> None:
         if self._template is not None:
             self._drain(self._template)  # it may have ended meanwhile
         if self._template is None:
@@ -174,6 +181,7 @@ class Launcher:
             }
         ).encode()
         parts, at, rows = [common], len(common), []
+        output = _OWN_OUTPUT
         for spec, child in zip(specs, children, strict=True):
             env = {**spec.env, **(spec.command.env if spec.command is not None else {})}
             command = spec.command if spec.command is not None and not spec.command.is_default else None
@@ -183,7 +191,9 @@ class Launcher:
             line = [command.program, command.arg0, command.args] if command is not None else None
             facts = json.dumps({"name": spec.name, "entry": spec.entry, "env": env, "command": line}).encode()
             parts += [facts, spec.payload]
-            rows.append([child._id, command is not None, at, len(facts), len(spec.payload)])
+            mine = _SHARED_OUTPUT if spec.output is None else output
+            output += 2 if spec.output is not None else 0
+            rows.append([child._id, command is not None, at, len(facts), len(spec.payload), mine])
             at += len(facts) + len(spec.payload)
         fds: list[int] = []
         try:
@@ -195,7 +205,7 @@ class Launcher:
             raise
         for child in children:
             template.children[child._id] = child
-        self._post(template, {"op": "launch", "common": len(common), "children": rows}, fds)
+        self._post(template, {"op": "launch", "common": len(common), "children": rows}, [*fds, *outputs])
 
     def _start_template(self, entries: set[str] | None = None) -> _Template:
         """Exec a template. Any thread may do so: the template watches this process, not the thread."""

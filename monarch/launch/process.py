@@ -32,6 +32,8 @@ class LaunchSpec:
         payload: handed over by descriptor; it may hold secrets and may be large.
         env: the complete environment, in place before any import of the user's.
         command: exec this instead of forking from the template.
+        output: descriptors for its standard output and error, which the launcher owns from the launch on and closes;
+            None: it shares those of the driver.
     """
 
     name: str
@@ -39,6 +41,7 @@ class LaunchSpec:
     payload: bytes = field(repr=False)
     env: Mapping[str, str] = field(repr=False)
     command: BootstrapCommand | None = None
+    output: tuple[int, int] | None = None
 
 
 @define(frozen=True, slots=True)
@@ -50,7 +53,7 @@ class Exit:
         code: the exit status, if it exited by itself.
         signal: the number of the signal that ended it.
         error: why it could not be started at all; `code` and `signal` then say nothing.
-        stderr_tail: the last lines of standard error; of exec'd children only.
+        stderr_tail: the last lines of standard error; of exec'd children, and where the last lines are kept.
         command: the command line; of exec'd children only.
         hint: what else is known about the reason.
     """
@@ -82,8 +85,8 @@ class Exit:
             text += f" ({self.hint})"
         if self.command is not None and self.code != 0:
             text += f"; its command was: {self.command}"
-            if self.stderr_tail:
-                text += f"; its last words on stderr: {self.stderr_tail}"
+        if self.stderr_tail and self.code != 0:
+            text += f"; its last words: {self.stderr_tail}"
         return text
 
 

@@ -86,7 +86,7 @@ _FAULTS: Final = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, s
 class _Batch:
     """Children asked for in one message. They share the descriptors, which are closed after the last fork."""
 
-    fds: list[int]  # memory file, directory, standard output, standard error
+    fds: list[int]  # memory file, directory, then standard output and error: those that are shared, and those of one
     common: int  # size of the facts that all share, at the start of the memory file
     left: int
 
@@ -103,6 +103,7 @@ class _Child:
     at: int  # where in the memory of its batch: facts, then payload
     facts: int
     payload: int
+    output: int  # where among the descriptors of its batch its standard output is
     pid: int = 0
     tee: Tee | None = None
 
@@ -297,7 +298,7 @@ class Template:
         sink = -1
         try:
             if child.execs:
-                sink = fcntl.fcntl(batch.fds[3], fcntl.F_DUPFD_CLOEXEC, 0)
+                sink = fcntl.fcntl(batch.fds[child.output + 1], fcntl.F_DUPFD_CLOEXEC, 0)
                 pipe = os.pipe()
                 os.set_blocking(pipe[0], False)
             pid = os.fork()
@@ -313,8 +314,8 @@ class Template:
                     template=self.pid,
                     memory=batch.fds[0],
                     directory=batch.fds[1],
-                    stdout=batch.fds[2],
-                    stderr=pipe[1] if pipe else batch.fds[3],
+                    stdout=batch.fds[child.output],
+                    stderr=pipe[1] if pipe else batch.fds[child.output + 1],
                     reports=self.reports[1],
                     library_fds=self.library_fds,
                     common=batch.common,

@@ -20,7 +20,7 @@ from attrs import define, field
 Message = dict[str, Any]
 
 _HEADER: Final = struct.Struct("!IB")  # bytes of JSON that follow, descriptors that came along
-_MAX_FDS: Final = 16
+MAX_FDS: Final = 253  # SCM_MAX_FD, unix(7)
 
 
 class Lost(OSError):
@@ -96,7 +96,7 @@ class Wire:
         while not self.closed:
             try:
                 with self._socket() as sock:
-                    data, control, got, _ = sock.recvmsg(1 << 16, socket.CMSG_SPACE(4 * _MAX_FDS), flags)
+                    data, control, got, _ = sock.recvmsg(1 << 16, socket.CMSG_SPACE(4 * MAX_FDS), flags)
             except BlockingIOError:
                 break
             except OSError:

@@ -67,6 +67,7 @@ class MeshProc(Proc):
         root: the process of the client that all this belongs to.
         books: the meshes owned by actors of this process.
         children: supervisors of this process, and the supervised children that it calls.
+        on_actors_changed: called when there is one actor more or less.
         respondent: says what this process does.
         on_end: called once all actors have been stopped by "stop_all"; the process is to end then.
         failed_actors: how many actors ended by a failure.
@@ -85,6 +86,7 @@ class MeshProc(Proc):
         self.failed_actors = 0
         self.last_failure: Down | None = None
         self.on_end: Callable[[], None] = lambda: None
+        self.on_actors_changed: Callable[[], None] = lambda: None
         self._gate: list[Envelope] | None = None
         self._unprepared: Down | None = None  # the bootstrap function failed: no actor of others is made any more
         self._gate_lock = threading.RLock()  # the setup actor's thread opens, the driving thread adds
@@ -148,7 +150,9 @@ class MeshProc(Proc):
             return
         rank = Point(envelope.rank, info.proc_mesh._region.extent)
         actor_id = ActorId(self.proc_id, number, info.name)
-        instance = ActorInstance(self, actor_id, info.name, info.class_name, rank, info.proc_mesh, info.creator)
+        instance = ActorInstance(
+            self, actor_id, info.name, info.class_name, rank, info.proc_mesh, info.creator, info.opens_gate
+        )
         behavior = ActorBehavior(instance, list(envelope.parts[1:]), lambda down: release_owned(instance, down))
         instance.owner_key = info.owner.proc.key
         instance.on_failure = behavior.supervise
@@ -156,6 +160,7 @@ class MeshProc(Proc):
         self.books.owners[number] = instance
         self.monitors.watch((self.key, number), owner_told)
         self.adopt(instance)
+        self.on_actors_changed()
 
         def live() -> None:
             held.name_thread(instance.member)
@@ -207,6 +212,7 @@ class MeshProc(Proc):
             self.failed_actors += 1
             self.last_failure = down
         super().actor_ended(instance, down)
+        self.on_actors_changed()
         if self._stopping_all:
             self._end_if_idle()
 

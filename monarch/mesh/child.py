@@ -18,7 +18,9 @@ from monarch.core.ids import ActorId, new_number
 from monarch.core.monitor import Down
 from monarch.launch import held
 from monarch.log import show_what_was_asked_for
+from monarch.mesh import actor_config
 from monarch.mesh.agent import MeshProc
+from monarch.mesh.attribution import Attribution, set_log_level
 from monarch.mesh.client import ProcClient
 from monarch.mesh.context import NOWHERE, Context, set_client_context
 from monarch.mesh.host import Boot
@@ -70,6 +72,10 @@ def main(payload: bytes) -> None:
     show_what_was_asked_for()
     runtime = start(boot)
     held.answer(runtime.driver.thread)
+    if boot.origin is not None:
+        Attribution(runtime, boot.origin)
+    actor_config.prefix_python_logs_with_actor = boot.prefix_logs
+    runtime.handlers["log_level"] = lambda _, level: set_log_level(level)
     main_thread = MainThread()
     runtime.run_actor = main_thread.run_actor
     runtime.on_end = main_thread.end

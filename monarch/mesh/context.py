@@ -13,6 +13,7 @@ from monarch.core.ids import ActorId, ProcId
 from monarch.core.instance import Instance as CoreInstance
 from monarch.core.instance import Sender
 from monarch.core.monitor import Down
+from monarch.mesh.lines import Origin
 from monarch.mesh.shape import Extent, Point
 
 if TYPE_CHECKING:
@@ -111,7 +112,12 @@ class Spawner(Sender):
 
 
 class ActorInstance(Spawner, CoreInstance):
-    """A running actor."""
+    """A running actor.
+
+    Attributes:
+        origin: who it is in forwarded output.
+        prepares: it only runs the bootstrap function of its process.
+    """
 
     def __init__(
         self,
@@ -122,8 +128,11 @@ class ActorInstance(Spawner, CoreInstance):
         rank: Point,
         proc_mesh: ProcMesh,
         creator: CreatorInstance,
+        prepares: bool = False,
     ) -> None:
         CoreInstance.__init__(self, runtime, actor_id)
+        self.origin = Origin(name, rank.rank)
+        self.prepares = prepares
         self._init_spawner(name, class_name, rank, proc_mesh, creator)
         self.on_failure: Callable[[MeshFailure], None]
         self.owner_key = 0

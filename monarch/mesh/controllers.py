@@ -32,11 +32,18 @@ class Controllers(Actor):
 
     @endpoint
     def get_or_spawn(self, name: str, cls: type[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        here = context().actor_instance
+        found = self._meshes.get(name)
+        if found is not None and name not in self._failures:
+            # Whoever saw it fail may ask before `__supervise__` is told.
+            down = here.proc_runtime.why_ending(found._number)
+            if down is not None and not down.stopped:
+                self._failures[name] = str(down)
         if name in self._failures:
             raise ValueError(f"Failure on {name}: {self._failures[name]}")
-        if name not in self._meshes:
-            self._meshes[name] = context().actor_instance.proc.spawn(name, cls, *args, **kwargs)
-        return self._meshes[name]
+        if found is None:
+            found = self._meshes[name] = here.proc.spawn(name, cls, *args, **kwargs)
+        return found
 
     def __supervise__(self, failure: MeshFailure) -> bool:
         self._failures[failure.mesh_name] = failure.report()

@@ -26,6 +26,7 @@ from monarch.core.monitor import Down
 from monarch.core.serving import Served
 from monarch.log import get_logger
 from monarch.mesh.actor import ActorClass, class_of
+from monarch.mesh.attribution import prefix_log_records
 from monarch.mesh.context import ActorInstance, Context, _context
 from monarch.mesh.endpoint import EndpointSpec
 from monarch.mesh.port import Port
@@ -64,6 +65,7 @@ class ActorBehavior:
     def construct(self) -> Down | None:
         instance = self._instance
         _context.set(Context(instance, instance.rank))
+        prefix_log_records()
         body, self._body = self._body, None
         assert body is not None
         served = Served("__init__", None)
@@ -217,6 +219,7 @@ class ActorBehavior:
 
     def _broken(self, envelope: Envelope, spec: EndpointSpec, error: BaseException) -> Down:
         down = self._failed(f"endpoint {spec.name} raised", error)
+        self._instance.mailbox.close(down)
         if envelope.reply_port:
             envelope.flags |= Flag.BEGUN
             self.abandon(envelope, down)

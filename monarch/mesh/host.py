@@ -24,12 +24,17 @@ from monarch.core.monitor import Down
 from monarch.core.peer import State
 from monarch.launch.bootstrap import BootstrapCommand
 from monarch.launch.launcher import Exit, Launcher, LaunchSpec
+from monarch.launch.wire import explain
 from monarch.log import get_logger
+from monarch.mesh import actor_config
 from monarch.mesh.agent import MeshProc
+from monarch.mesh.forwarding import Forwarder, Source, make_forwarder
+from monarch.mesh.lines import Origin
 
 log = get_logger("monarch.host")
 
 _ORPHAN_GRACE_S = 1.0
+_LAST_LINES_S = 1.0
 
 
 @define(frozen=True)
@@ -42,6 +47,7 @@ class LaunchRequest:
         env: variables on top of the host's environment.
         command: exec this; None forks the template.
         gated: it makes no actors before its bootstrap function is through.
+        origin: who it is in forwarded output; None: it writes to the client's output itself.
     """
 
     proc: ProcId
@@ -49,6 +55,7 @@ class LaunchRequest:
     env: Mapping[str, str] = field(factory=dict)
     command: BootstrapCommand | None = None
     gated: bool = False
+    origin: Origin | None = None
 
 
 @define(frozen=True)
@@ -62,6 +69,8 @@ class Boot:
     secret: bytes = field(repr=False)
     config: dict[str, Any] = field(factory=dict)
     gated: bool = False
+    origin: Origin | None = None
+    prefix_logs: bool = True
 
     def encode(self) -> bytes:
         return pickle.dumps(self, 5)
@@ -80,6 +89,10 @@ class Starter(Protocol):
 
     def start(self, requests: list[LaunchRequest], boots: list[Boot], on_exit: list[Callable[[Exit], None]]) -> Any: ...
 
+    def show(self, keys: list[int], show: bool, window_s: float | None) -> bool:
+        """How the output of processes is shown; False where that of one is not forwarded."""
+        ...
+
     def close(self, timeout_s: float) -> None: ...
 
 
@@ -91,23 +104,55 @@ class ProcessStarter:
         scheme = runtime.gateway.transport.scheme
         self.launcher = Launcher(preload=[*_PRELOAD, f"monarch.transports.{scheme}", *_PRELOAD_FOR.get(scheme, ())])
         self._gateway.add_pollable(self.launcher.fileno(), self.launcher.pump)
+        self._forwarder: Forwarder | None = None
+        self._sources: dict[int, Source] = {}  # by process
 
     def start(self, requests: list[LaunchRequest], boots: list[Boot], on_exit: list[Callable[[Exit], None]]) -> Any:
-        specs = [
-            LaunchSpec(
-                request.title,
-                "monarch.mesh.child:main",
-                boot.encode(),
-                {**os.environ, **request.env},
-                request.command,
+        specs = []
+        for at, (request, boot) in enumerate(zip(requests, boots, strict=True)):
+            source = self._source(request)
+            if source is None:
+                boot = evolve(boot, origin=None)
+            else:
+                on_exit[at] = partial(self._ended, request.proc.key, source, on_exit[at])
+            output = None if source is None else source.write_ends
+            env = {**os.environ, **request.env}
+            specs.append(
+                LaunchSpec(request.title, "monarch.mesh.child:main", boot.encode(), env, request.command, output)
             )
-            for request, boot in zip(requests, boots, strict=True)
-        ]
         return self.launcher.launch_all(specs, on_exit)
+
+    def _source(self, request: LaunchRequest) -> Source | None:
+        """Where its output comes in, if it is forwarded."""
+        if request.origin is None:
+            return None
+        if self._forwarder is None:
+            self._forwarder = make_forwarder()
+        try:
+            source = self._sources[request.proc.key] = self._forwarder.open(request.origin)
+        except OSError as error:
+            log.warning("output.not_forwarded", proc=request.title, reason=explain(error, "cannot make pipes"))
+            return None
+        return source
+
+    def _ended(self, key: int, source: Source, report: Callable[[Exit], None], exit: Exit) -> None:
+        """What a process has printed comes before the news of its end."""
+        assert self._forwarder is not None
+        self._sources.pop(key, None)
+        tail = source.tail
+        self._forwarder.finish(source, lambda: report(evolve(exit, stderr_tail=tail.text() or exit.stderr_tail)))
+
+    def show(self, keys: list[int], show: bool, window_s: float | None) -> bool:
+        sources = [self._sources[key] for key in keys if key in self._sources]
+        if self._forwarder is not None:
+            self._forwarder.configure(sources, show=show, window_s=window_s)
+        return len(sources) == len(keys)
 
     def close(self, timeout_s: float) -> None:
         self._gateway.remove_pollable(self.launcher.fileno())
         self.launcher.close(timeout_s)
+        if self._forwarder is not None:
+            self._forwarder.close(_LAST_LINES_S)
 
 
 # What children import anyway is imported once, by the template: 18 ms less for each child. Loading pynng does not yet
@@ -149,6 +194,7 @@ class HostAgent:
         runtime.handlers["launch"] = self._on_launch
         runtime.handlers["await_up"] = self._on_await_up
         runtime.handlers["stop_procs"] = self._on_stop_procs
+        runtime.handlers["show_output"] = self._on_show_output
         runtime.on_proc_gone.append(self._on_owner_gone)
 
     def _on_launch(self, envelope: Envelope, owner: ActorId, requests: list[LaunchRequest]) -> None:
@@ -169,7 +215,8 @@ class HostAgent:
                 self._procs[proc.key] = each
             launched.append(each)
             scheme = runtime.gateway.transport.scheme
-            boots.append(Boot(proc, runtime.root, scheme, self._listen, runtime.secret, config, request.gated))
+            facts = (runtime.root, scheme, self._listen, runtime.secret, config, request.gated, request.origin)
+            boots.append(Boot(proc, *facts, actor_config.prefix_python_logs_with_actor))
             on_exit.append(partial(self._on_exit, proc, each))
         children = self._starter.start(requests, boots, on_exit)
         limit_s = settings.get("mesh_proc_spawn_max_idle")
@@ -259,6 +306,9 @@ class HostAgent:
         if not left and not answered[0]:
             answered[0] = True
             runtime.answer(envelope, "up")
+
+    def _on_show_output(self, envelope: Envelope, keys: list[int], show: bool, window_s: float | None) -> None:
+        self._runtime.answer(envelope, self._starter.show(keys, show, window_s))
 
     def _on_stop_procs(self, envelope: Envelope, keys: list[int], reason: str, grace_s: float | None = None) -> None:
         limit_s = settings.get("process_exit_timeout") if grace_s is None else grace_s

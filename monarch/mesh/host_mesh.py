@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from attrs import evolve
 
+from monarch.core import settings
 from monarch.core.future import Future
 from monarch.core.ids import ProcId, Uid, new_number
 from monarch.launch.bootstrap import BootstrapCommand, default_bootstrap_cmd
@@ -19,6 +20,7 @@ from monarch.mesh.context import context
 from monarch.mesh.dispatch import settle_result
 from monarch.mesh.endpoint import endpoint
 from monarch.mesh.host import LaunchRequest
+from monarch.mesh.lines import Origin
 from monarch.mesh.ownership import OwnedProcs, joined
 from monarch.mesh.proc_mesh import ProcMesh, _spawn_callbacks
 from monarch.mesh.shape import Extent, Point, Region, Slice
@@ -118,6 +120,7 @@ class HostMesh(MeshView):
             raise ValueError(f"proc_bind length ({len(proc_bind)}) must equal procs_per_host ({each})")
         command = bootstrap_command if bootstrap_command is not None else self._command
 
+        forwarded = self.stream_logs
         requests: dict[ProcId, list[LaunchRequest]] = {}
         procs: list[ProcId] = []
         for rank in range(extent.nelements):
@@ -133,7 +136,8 @@ class HostMesh(MeshView):
             if start is not None and start.is_default:
                 start = None
             title = f"monarch: {name}{point if labels else ''}"
-            request = LaunchRequest(proc, title, env, start, bootstrap is not None)
+            origin = Origin(name, rank) if forwarded else None
+            request = LaunchRequest(proc, title, env, start, bootstrap is not None, origin)
             requests.setdefault(host, []).append(request)
             procs.append(proc)
 
@@ -218,7 +222,8 @@ class HostMesh(MeshView):
 
     @property
     def stream_logs(self) -> bool:
-        return False
+        """Whether what processes print, that are spawned now, comes through the client."""
+        return settings.get("enable_log_forwarding") and not self.is_fake_in_process
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _received, (tuple(self._hosts), self._region, self._command)

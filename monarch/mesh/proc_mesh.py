@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, cast
 
@@ -208,14 +209,41 @@ class ProcMesh(MeshView):
     async def logging_option(
         self, stream_to_client: bool = False, aggregate_window_sec: int | None = None, level: int = logging.INFO
     ) -> None:
-        """How what the processes print reaches the client. In this version they write to its stdout and stderr
-        themselves, so that there is nothing to forward."""
+        """How the client shows what these processes print, where it is forwarded (setting `enable_log_forwarding`).
+
+        Args:
+            stream_to_client: whether it shows it at all.
+            aggregate_window_sec: equal lines that members of an actor mesh print within so many seconds are shown as
+                one, which says how many there were and of which ranks. None shows each line as it comes.
+            level: Python log records below it are not shown by the handlers of the processes' root loggers.
+
+        Raises:
+            ValueError: `level` is not from 0 to 255, or the window is not positive.
+        """
         if not 0 <= level <= 255:
             raise ValueError(f"level is {level}; it must be from 0 to 255")
-        if stream_to_client:
-            import warnings
-
-            warnings.warn("log forwarding is not enabled; processes write to the client's output", stacklevel=2)
+        if aggregate_window_sec is not None and not 0 < aggregate_window_sec < float("inf"):
+            raise ValueError(
+                f"aggregate_window_sec is {aggregate_window_sec!r}; it must be a number of seconds above 0"
+            )
+        self._refuse_stopped()
+        runtime = context().actor_instance.proc_runtime
+        by_host: dict[ProcId, list[int]] = {}
+        for proc in self._procs:
+            by_host.setdefault(proc.keeper or proc, []).append(proc.key)
+            runtime.tell(proc, "log_level", level)
+        asked = [
+            runtime.request(host, "show_output", keys, stream_to_client, aggregate_window_sec)
+            for host, keys in by_host.items()
+        ]
+        for answer in asked:
+            (forwarded,) = await answer
+            if not forwarded:
+                warnings.warn(
+                    f"log forwarding was not enabled when {self._name!r} was spawned: its processes write to the "
+                    "client's output themselves. Call monarch.config.configure(enable_log_forwarding=True) before.",
+                    stacklevel=2,
+                )
 
     async def sync_workspace(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError("sync_workspace is a method of HostMesh")

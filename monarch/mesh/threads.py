@@ -81,6 +81,9 @@ class ThreadStarter:
         runtime.gateway.connect(boot.proc.keeper)
         return group
 
+    def show(self, keys: list[int], show: bool, window_s: float | None) -> bool:
+        return False  # what threads of this process print is printed by this process
+
     def close(self, timeout_s: float) -> None:
         for group in self._groups:
             group.kill(9)

@@ -127,7 +127,7 @@ def test_only_what_is_read_for_good_needs_a_fresh_interpreter(
         (Exit(None, error="no room"), "could not be started: no room"),
         (
             Exit(1, code=7, command="p -m x", stderr_tail="oh"),
-            "exited with non-zero code 7; its command was: p -m x; its last words on stderr: oh",
+            "exited with non-zero code 7; its command was: p -m x; its last words: oh",
         ),
         (Exit(1, code=0, command="p", stderr_tail="noise"), "exited with code 0"),
     ],

@@ -53,7 +53,7 @@ def test_a_failure_is_remembered_for_its_name_only(client: TestClient) -> None:
         counter.leave.call_one().get(10)
 
     with pytest.raises(ActorError, match="Failure on failing") as caught:
-        _until_failed("failing", Counter)
+        get_or_spawn_controller("failing", Counter).get(10)
     assert isinstance(caught.value.exception, ValueError)
     assert other.count.call_one().get(10) == 1
     assert client.faults.values == []
@@ -65,7 +65,7 @@ def test_a_constructor_that_raises_is_remembered(client: TestClient) -> None:
         broken.ping.call_one().get(10)
 
     with pytest.raises(ActorError, match=r"Failure on broken.*cannot start"):
-        _until_failed("broken", FailingInit, "cannot start")
+        get_or_spawn_controller("broken", FailingInit, "cannot start").get(10)
 
 
 def test_a_controller_can_be_awaited(client: TestClient) -> None:
@@ -74,9 +74,3 @@ def test_a_controller_can_be_awaited(client: TestClient) -> None:
         return await counter.count.call_one()
 
     assert asyncio.run(work()) == 6
-
-
-def _until_failed(name: str, cls: Any, *args: Any) -> None:
-    """The news of a failure and the next request come from different senders: no order is promised between them."""
-    for _ in range(200):
-        get_or_spawn_controller(name, cls, *args).get(10)

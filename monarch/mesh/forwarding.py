@@ -1,0 +1,429 @@
+"""What the processes of a host print, forwarded to the driver's output.
+
+Each process writes to two pipes. One thread reads them all, so that no process ever waits for the driver's interpreter
+longer than its pipe is full; another cuts what was read into lines (`lines`) and shows them, so that a terminal which
+is stuck holds up nobody but itself. Between the two is a bounded queue; what does not fit is withheld, and counted.
+
+What a process had written when it ended is in its pipes: `finish` shows all of that, and only then says so.
+
+The threads start with the first process whose output is forwarded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import selectors
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, Final, TextIO
+
+from attrs import define, field
+
+from monarch.core import settings
+from monarch.log import get_logger
+from monarch.mesh.lines import Admission, Aggregator, Intake, Line, LineReader, Origin, Tail, shown
+
+log = get_logger("monarch.output")
+
+_READ_BYTES: Final = 1 << 16
+_DRAIN_BYTES: Final = (
+    4 << 20
+)  # of a process that has ended: more than a pipe holds, and a bound for what it left behind
+_PARTIAL_S: Final = 1.0  # a line without an end is shown after so long
+_STUCK_S: Final = 1.0  # the report of a death waits so long for the output before it
+
+
+@define(eq=False)
+class _Pipe:
+    source: Source
+    stream: int
+    fd: int
+    reader: LineReader
+    intake: Intake = field(factory=Intake)
+    partial_since_s: float | None = None
+
+
+@define(eq=False)
+class Source:
+    """The output of one process, while it runs.
+
+    Attributes:
+        write_ends: for its standard output and error; whoever starts the process owns them.
+        shown: whether its lines are shown at all.
+        aggregator: merges its equal lines with those of the other processes that have the same one.
+    """
+
+    origin: Origin
+    write_ends: tuple[int, int]
+    tail: Tail
+    shown: bool = True
+    aggregator: Aggregator | None = None
+    file: Any = None
+    pipes: list[_Pipe] = field(factory=list)
+
+
+class Forwarder:
+    """See the module. Thread-safe; nothing here blocks but `flush` and `close`, for as long as they are told."""
+
+    def __init__(self, *, prefix: bool = True, tail_lines: int = 0, directory: str | None = None) -> None:
+        """Show nothing yet.
+
+        Args:
+            prefix: whether lines start with who printed them.
+            tail_lines: how many of a process's last lines are kept for the report of its death.
+            directory: where to keep all that each process prints, in a file of its own; None keeps nothing.
+        """
+        self._prefix, self._tail_lines, self._directory = prefix, tail_lines, directory
+        self._admission = Admission()
+        self._queue: deque[tuple[int, Callable[[bytearray, bytearray], None]]] = deque()  # (bytes, what to do)
+        self._turn = threading.Condition()  # guards the queue and the admission
+        self._commands: deque[Callable[[], None]] = deque()
+        self._pipes: dict[int, _Pipe] = {}  # by descriptor; these and what follows are the reading thread's
+        self._open: list[_Pipe] = []  # the showing thread's: those with a partial line
+        self._aggregators: list[Aggregator] = []  # the showing thread's
+        self._overdue: deque[tuple[float, Callable[[], None]]] = deque()
+        self._bell: tuple[int, int] | None = None
+        self._lock = threading.Lock()
+        self._closed = False
+
+    # ---- from any thread
+
+    def open(self, origin: Origin) -> Source:
+        """Pipes for a process that is about to be started.
+
+        Raises:
+            OSError: there are no descriptors left.
+        """
+        with self._lock:
+            if self._bell is None:
+                self._start()
+        fds: list[int] = []
+        try:
+            for _ in (1, 2):
+                fds += os.pipe()
+        except OSError:
+            for fd in fds:
+                os.close(fd)
+            raise
+        source = Source(origin, (fds[1], fds[3]), Tail(self._tail_lines), file=self._file(origin))
+        for stream, fd in ((1, fds[0]), (2, fds[2])):
+            os.set_blocking(fd, False)
+            source.pipes.append(_Pipe(source, stream, fd, LineReader(stream, origin)))
+        self._command(lambda: self._watch(source))
+        return source
+
+    def finish(self, source: Source, then: Callable[[], None]) -> None:
+        """A process has ended: show what it has printed, and call `then`, from a thread of this module; after a second
+        in any case."""
+        then = _once(then)
+        self._command(lambda: self._drain(source, then))
+
+    def configure(self, sources: Iterable[Source], *, show: bool, window_s: float | None) -> None:
+        """From now on, show the lines of `sources` or not, and merge equal ones within a window or not."""
+        sources = list(sources)
+        aggregator = Aggregator(window_s) if window_s else None
+
+        def change(out: bytearray, err: bytearray) -> None:
+            for each in {id(s.aggregator): s.aggregator for s in sources if s.aggregator is not None}.values():
+                self._show_groups(each, out, err)
+            self._aggregators = [each for each in self._aggregators if any(each is not s.aggregator for s in sources)]
+            if aggregator is not None:
+                self._aggregators.append(aggregator)
+            for source in sources:
+                source.shown, source.aggregator = show, aggregator
+
+        self._enqueue(0, change)
+
+    def flush(self, timeout_s: float) -> bool:
+        """Show all that has been printed by now, partial lines too; False if there was not enough time."""
+        if self._bell is None:
+            return True
+        done = threading.Event()
+
+        def read() -> None:
+            for pipe in list(self._pipes.values()):
+                self._read_all(pipe)
+            self._enqueue(0, show)
+
+        def show(out: bytearray, err: bytearray) -> None:
+            self._show_unfinished(None, out, err)
+            done.set()
+
+        self._command(read)
+        return done.wait(timeout_s)
+
+    def close(self, timeout_s: float) -> None:
+        """Show what is left, and end the threads."""
+        if self._bell is None or self._closed:
+            return
+        self.flush(timeout_s)
+        self._closed = True
+        self._ring()
+        with self._turn:
+            self._turn.notify_all()
+
+    # ---- the reading thread
+
+    def _start(self) -> None:
+        self._bell = os.pipe()
+        for fd in self._bell:
+            os.set_blocking(fd, False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._bell[0], selectors.EVENT_READ)
+        for name, run in (("monarch-output", self._read), ("monarch-show", self._show)):
+            threading.Thread(target=run, name=name, daemon=True).start()
+
+    def _command(self, command: Callable[[], None]) -> None:
+        self._commands.append(command)
+        self._ring()
+
+    def _ring(self) -> None:
+        assert self._bell is not None
+        with contextlib.suppress(OSError):
+            os.write(self._bell[1], b"!")
+
+    def _watch(self, source: Source) -> None:
+        for pipe in source.pipes:
+            self._pipes[pipe.fd] = pipe
+            self._selector.register(pipe.fd, selectors.EVENT_READ)
+
+    def _read(self) -> None:
+        assert self._bell is not None
+        bell = select.poll()
+        bell.register(self._bell[0], select.POLLIN)
+        while not self._closed:
+            while self._overdue and self._overdue[0][0] <= time.monotonic():
+                self._overdue.popleft()[1]()
+            with self._turn:
+                may_read = self._admission.may_read(time.monotonic())
+            ready: list[int] = []
+            if may_read:
+                ready = [key.fd for key, _ in self._selector.select(0.1 if self._overdue else None)]
+            else:
+                bell.poll(100)
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._bell[0], 4096)
+            while self._commands:
+                self._commands.popleft()()
+            for fd in ready:
+                if (pipe := self._pipes.get(fd)) is not None and self._read_some(pipe) is None:
+                    self._forget(pipe)
+        for pipe in list(self._pipes.values()):
+            self._forget(pipe)
+
+    def _read_some(self, pipe: _Pipe) -> int | None:
+        """Read once: how many bytes, 0 where there are none now, None at the end."""
+        try:
+            data = os.read(pipe.fd, _READ_BYTES)
+        except BlockingIOError:
+            return 0
+        if not data:
+            return None
+        with self._turn:
+            withhold = self._admission.withholds(time.monotonic())
+        if withhold:
+            pipe.intake.refuse(data)
+            return len(data)
+        count, kept = pipe.intake.admit(data)
+        if count:
+            self._tell_withheld(pipe, count)
+        if kept:
+            self._enqueue(len(kept), lambda out, err: self._show_data(pipe, kept, out, err))
+        return len(data)
+
+    def _read_all(self, pipe: _Pipe) -> None:
+        left = _DRAIN_BYTES
+        while left > 0:
+            got = self._read_some(pipe)
+            if not got:
+                return
+            left -= got
+
+    def _drain(self, source: Source, then: Callable[[], None]) -> None:
+        for pipe in source.pipes:
+            if pipe.fd in self._pipes:
+                self._read_all(pipe)
+                self._forget(pipe)
+            if count := pipe.intake.take_count():
+                self._tell_withheld(pipe, count)
+
+        def end(out: bytearray, err: bytearray) -> None:
+            self._show_unfinished(source, out, err)
+            if source.file is not None:
+                source.file.close()
+
+        self._enqueue(0, end)
+        self._enqueue(0, lambda out, err: then())
+        self._overdue.append((time.monotonic() + _STUCK_S, then))
+
+    def _forget(self, pipe: _Pipe) -> None:
+        self._selector.unregister(pipe.fd)
+        del self._pipes[pipe.fd]
+        os.close(pipe.fd)
+
+    def _tell_withheld(self, pipe: _Pipe, count: int) -> None:
+        def show(out: bytearray, err: bytearray) -> None:
+            for line in pipe.reader.rest():
+                self._take(pipe.source, line, out, err)
+            text = f"[{count} lines withheld, because the driver's output is too slow for them]"
+            self._take(pipe.source, Line(pipe.stream, pipe.source.origin, text.encode()), out, err)
+
+        self._enqueue(0, show)
+
+    # ---- the showing thread
+
+    def _enqueue(self, size: int, action: Callable[[bytearray, bytearray], None]) -> None:
+        with self._turn:
+            self._admission.queued(size, time.monotonic())
+            self._queue.append((size, action))
+            self._turn.notify()
+
+    def _show(self) -> None:
+        while True:
+            with self._turn:
+                while not self._queue and not self._closed:
+                    left_s = self._next_deadline_s() - time.monotonic()
+                    if left_s <= 0:
+                        break
+                    self._turn.wait(min(left_s, 3600.0))
+                if self._closed and not self._queue:
+                    return
+                size, action = self._queue.popleft() if self._queue else (0, _nothing)
+            out, err = bytearray(), bytearray()
+            try:
+                action(out, err)
+                self._show_due(out, err)
+                write(1, out)
+                write(2, err)
+            except Exception:
+                log.exception("output.not_shown")
+            with self._turn:
+                waited = not self._admission.may_read(time.monotonic())
+                self._admission.shown(size, time.monotonic())
+            if waited:
+                self._ring()
+
+    def _next_deadline_s(self) -> float:
+        due = [d for each in self._aggregators if (d := each.next_deadline_s()) is not None]
+        due += [pipe.partial_since_s + _PARTIAL_S for pipe in self._open if pipe.partial_since_s is not None]
+        return min(due, default=float("inf"))
+
+    def _show_data(self, pipe: _Pipe, data: bytes, out: bytearray, err: bytearray) -> None:
+        lines = pipe.reader.feed(data)
+        for line in lines:
+            self._take(pipe.source, line, out, err)
+        if pipe.reader.unfinished:
+            if pipe not in self._open:
+                self._open.append(pipe)
+            if lines or pipe.partial_since_s is None:
+                pipe.partial_since_s = time.monotonic()
+        elif pipe.partial_since_s is not None:
+            pipe.partial_since_s = None
+            self._open.remove(pipe)
+
+    def _take(self, source: Source, line: Line, out: bytearray, err: bytearray) -> None:
+        source.tail.add(line)
+        if source.file is not None:
+            source.file.write(line.text + b"\n")
+        if not source.shown:
+            return
+        if source.aggregator is not None:
+            source.aggregator.add(line, time.monotonic())
+        else:
+            (out if line.stream == 1 else err).extend(shown(line, prefix=self._prefix))
+
+    def _show_due(self, out: bytearray, err: bytearray) -> None:
+        now_s = time.monotonic()
+        for pipe in [
+            p for p in self._open if p.partial_since_s is not None and now_s >= p.partial_since_s + _PARTIAL_S
+        ]:
+            self._show_partial(pipe, out, err)
+        for aggregator in self._aggregators:
+            if aggregator.over(now_s):
+                self._show_groups(aggregator, out, err)
+
+    def _show_unfinished(self, source: Source | None, out: bytearray, err: bytearray) -> None:
+        """What waits for its end or its window, of one process or of all."""
+        for pipe in [p for p in self._open if source is None or p.source is source]:
+            self._show_partial(pipe, out, err)
+        for aggregator in self._aggregators if source is None else filter(None, [source.aggregator]):
+            self._show_groups(aggregator, out, err)
+
+    def _show_partial(self, pipe: _Pipe, out: bytearray, err: bytearray) -> None:
+        pipe.partial_since_s = None
+        self._open.remove(pipe)
+        for line in pipe.reader.rest():
+            self._take(pipe.source, line, out, err)
+
+    def _show_groups(self, aggregator: Aggregator, out: bytearray, err: bytearray) -> None:
+        for line, ranks, count in aggregator.take():
+            (out if line.stream == 1 else err).extend(shown(line, ranks, count, prefix=self._prefix))
+
+    def _file(self, origin: Origin) -> Any:
+        if self._directory is None:
+            return None
+        os.makedirs(self._directory, exist_ok=True)
+        return open(os.path.join(self._directory, f"{origin.name}[{origin.rank}].log"), "ab", buffering=0)
+
+
+def make_forwarder() -> Forwarder:
+    """The forwarder that the settings ask for, as of now."""
+    keep = os.path.join("monarch_logs", str(os.getpid())) if settings.get("enable_file_capture") else None
+    forwarder = Forwarder(
+        prefix=settings.get("prefix_with_rank"), tail_lines=settings.get("tail_log_lines"), directory=keep
+    )
+    _flush_after_cells(forwarder)
+    return forwarder
+
+
+def _flush_after_cells(forwarder: Forwarder) -> None:
+    """In a notebook, what was printed during a cell appears below that cell."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    if shell is not None:
+        shell.events.register("post_run_cell", lambda *_: forwarder.flush(_STUCK_S))
+
+
+def _nothing(out: bytearray, err: bytearray) -> None:
+    pass
+
+
+def _once(then: Callable[[], None]) -> Callable[[], None]:
+    left = [then]
+    lock = threading.Lock()
+
+    def call() -> None:
+        with lock:
+            due = left.pop() if left else None
+        if due is not None:
+            due()
+
+    return call
+
+
+def write(stream: int, data: bytes | bytearray) -> None:
+    """Whole lines to the driver's output: to its descriptor, past the buffer in which the driver's own next line may
+    be waiting for its end; or to what somebody has put in place of `sys.stdout`, as notebooks do."""
+    if not data:
+        return
+    current: TextIO | None
+    current, original = (sys.stdout, sys.__stdout__) if stream == 1 else (sys.stderr, sys.__stderr__)
+    if current is not None and current is not original:
+        current.write(data.decode(errors="replace"))
+        current.flush()
+        return
+    view = memoryview(data)
+    while view:
+        try:
+            view = view[os.write(stream, view) :]
+        except BlockingIOError:  # somebody made it so
+            poll = select.poll()
+            poll.register(stream, select.POLLOUT)
+            poll.poll()
+        except OSError:  # nobody reads any more
+            return

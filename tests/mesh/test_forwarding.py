@@ -1,0 +1,242 @@
+"""What processes print arrives at the driver: complete, with actor and rank, and before the news of their end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from monarch.actor import Actor, SupervisionError, endpoint, this_host
+from monarch.mesh import forwarding
+from monarch.mesh.forwarding import Forwarder, Source
+from monarch.mesh.lines import Origin
+from monarch.testing import fresh_client
+
+LIMIT_S = 20.0
+
+
+class Output:
+    """Stands in for the driver's output; may be stuck."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.moves = threading.Event()
+        self.moves.set()
+        self.changed = threading.Condition()
+
+    def write(self, stream: int, data: bytes) -> None:
+        if data:
+            self.moves.wait(LIMIT_S)
+        with self.changed:
+            self.text += data.decode()
+            self.changed.notify_all()
+
+    def wait_for(self, met: Callable[[str], Any]) -> str:
+        with self.changed:
+            assert self.changed.wait_for(lambda: met(self.text), LIMIT_S), self.text[-500:]
+        return self.text
+
+
+@pytest.fixture
+def output(monkeypatch: pytest.MonkeyPatch) -> Output:
+    found = Output()
+    monkeypatch.setattr(forwarding, "write", found.write)
+    return found
+
+
+@pytest.fixture
+def forwarder() -> Iterator[Forwarder]:
+    made = Forwarder()
+    yield made
+    made.close(LIMIT_S)
+
+
+def test_whoever_has_replaced_the_drivers_output_gets_the_lines(capsys):
+    forwarding.write(1, b"out \xff\n")
+    forwarding.write(2, b"err\n")
+
+    assert capsys.readouterr() == ("out \ufffd\n", "err\n")
+
+
+def opened(forwarder: Forwarder, rank: int = 0) -> tuple[Source, int]:
+    source = forwarder.open(Origin("anon", rank))
+    os.close(source.write_ends[1])
+    return source, source.write_ends[0]
+
+
+def finish(forwarder: Forwarder, source: Source) -> None:
+    over = threading.Event()
+    forwarder.finish(source, over.set)
+    assert over.wait(LIMIT_S)
+
+
+def test_what_was_written_before_the_end_is_shown_before_the_end_is_told(output, forwarder):
+    source, fd = opened(forwarder)
+    os.write(fd, b"one\ntwo, without an end")
+    told = []
+    over = threading.Event()
+    forwarder.finish(source, lambda: (told.append(output.text), over.set()))
+    assert over.wait(LIMIT_S)
+    os.close(fd)
+
+    assert told == ["anon[0] one\nanon[0] two, without an end\n"]
+
+
+def test_a_line_without_an_end_is_shown_after_a_while(output, forwarder):
+    _, fd = opened(forwarder)
+    os.write(fd, b"well? ")
+
+    assert output.wait_for(lambda text: text) == "anon[0] well? \n"
+    os.close(fd)
+
+
+def test_flush_shows_partial_lines_and_merged_ones(output, forwarder):
+    sources = [opened(forwarder, rank) for rank in range(2)]
+    forwarder.configure([source for source, _ in sources], show=True, window_s=3600)
+    for _, fd in sources:
+        os.write(fd, b"same\n")
+    os.write(sources[0][1], b"part")
+
+    assert forwarder.flush(LIMIT_S)
+    assert output.text == "anon[0-1] [2 similar log lines] same\nanon[0] part\n"
+    for _, fd in sources:
+        os.close(fd)
+
+
+def test_output_that_is_not_wanted_is_kept_for_the_report_of_a_death(output):
+    forwarder = Forwarder(tail_lines=2)
+    source, fd = opened(forwarder)
+    forwarder.configure([source], show=False, window_s=None)
+    os.write(fd, b"1\n2\n3\n")
+    finish(forwarder, source)
+    forwarder.close(LIMIT_S)
+    os.close(fd)
+
+    assert (output.text, source.tail.text()) == ("", "2\n3")
+
+
+def test_files_have_all_that_each_process_printed(output, tmp_path):
+    forwarder = Forwarder(directory=str(tmp_path / "logs"))
+    source, fd = opened(forwarder, rank=7)
+    os.write(fd, b"1\n2\n")
+    finish(forwarder, source)
+    forwarder.close(LIMIT_S)
+    os.close(fd)
+
+    assert (tmp_path / "logs" / "anon[7].log").read_bytes() == b"1\n2\n"
+
+
+def test_a_flood_while_the_output_is_stuck_is_withheld_and_counted(output, forwarder):
+    """The process goes on, and every line is either shown or counted."""
+    forwarder._admission = type(forwarder._admission)(limit_bytes=1 << 16, patience_s=0.0)
+    source, fd = opened(forwarder)
+    output.moves.clear()
+    os.write(fd, b"first\n")
+    lines = 100_000
+    data = b"".join(b"line %d\n" % number for number in range(lines))
+    view = memoryview(data)
+    while view:  # would block for ever if nobody read
+        view = view[os.write(fd, view[:50_001]) :]
+    over = threading.Event()
+    forwarder.finish(source, over.set)
+    assert over.wait(LIMIT_S)  # told, though nothing could be shown
+    output.moves.set()
+    text = output.wait_for(lambda text: "withheld" in text)
+    os.close(fd)
+
+    whole = [each for each in text.splitlines() if "withheld" not in each]
+    counts = [int(each.split("[")[2].split()[0]) for each in text.splitlines() if "withheld" in each]
+    assert sum(counts) >= 1
+    # A line that was cut in two by the gap is shown in part, and counted.
+    assert lines + 1 <= len(whole) + sum(counts) <= lines + 1 + len(counts)
+
+
+class Talker(Actor):
+    @endpoint
+    def talk(self) -> None:
+        print("said")
+        subprocess.run(["echo", "by a subprocess"], check=True)
+        os.write(2, b"natively\n")
+        thread = threading.Thread(target=print, args=("in a thread",))
+        thread.start()
+        thread.join()
+
+    @endpoint
+    def log(self) -> None:
+        logging.getLogger("anything").warning("%s at %d%%", "done", 5)
+        logging.getLogger("anything").warning("")
+        self.logger.error({"a": 1})
+
+    @endpoint
+    def die(self) -> None:
+        print("last words")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.fixture
+def talking(output: Output) -> Iterator[tuple[Any, Any]]:
+    with fresh_client("ipc", enable_log_forwarding=True, tail_log_lines=1) as client:
+        procs = this_host().spawn_procs({"gpus": 2})
+        yield client, procs
+
+
+def test_lines_say_which_actor_and_rank_printed_them(output, talking):
+    _, procs = talking
+    procs.spawn("talker", Talker).talk.call().get(LIMIT_S)
+    procs.stop().get(LIMIT_S)
+
+    said = ("said", "by a subprocess", "natively", "in a thread")
+    assert sorted(output.text.splitlines()) == sorted(f"talker[{rank}] {text}" for rank in range(2) for text in said)
+
+
+def test_the_report_of_a_death_comes_after_the_last_words_and_has_them(output, talking):
+    client, procs = talking
+    talker = procs.spawn("talker", Talker)
+    with pytest.raises(SupervisionError, match="its last words: last words"):
+        talker.slice(gpus=1).die.call_one().get(LIMIT_S)
+
+    assert "talker[1] last words\n" in output.text
+    client.expect_fault("talker")
+
+
+def test_log_records_of_actors_say_whose_they_are(output, talking):
+    _, procs = talking
+    procs.spawn("talker", Talker).slice(gpus=1).log.call_one().get(LIMIT_S)
+    procs.stop().get(LIMIT_S)
+
+    actor = f"[actor=<root>.<{__name__}.Talker talker{{'gpus': 1/2}}>]"
+    assert output.text.splitlines() == [
+        f"talker[1] {actor} done at 5%",
+        "talker[1] ",
+        f"talker[1] {actor} {{'a': 1}}",
+    ]
+
+
+def test_logging_option_merges_equal_lines_and_sets_the_level(output, talking):
+    _, procs = talking
+    talker = procs.spawn("talker", Talker)
+    asyncio.run(procs.logging_option(stream_to_client=True, aggregate_window_sec=3600, level=logging.CRITICAL))
+    talker.log.call().get(LIMIT_S)
+    talker.talk.call().get(LIMIT_S)
+    procs.stop().get(LIMIT_S)
+
+    said = ("said", "by a subprocess", "natively", "in a thread")
+    merged = [f"talker[0-1] [2 similar log lines] {text}" for text in said]
+    assert sorted(output.text.splitlines()) == sorted(merged)
+
+
+def test_logging_option_warns_where_nothing_is_forwarded():
+    with fresh_client("inproc"):
+        procs = this_host().spawn_procs({"gpus": 2})
+        with pytest.warns(UserWarning, match="enable_log_forwarding"):
+            asyncio.run(procs.logging_option(stream_to_client=True))
+        for options in ({"level": 256}, {"level": -1}, {"aggregate_window_sec": 0}):
+            with pytest.raises(ValueError):
+                asyncio.run(procs.logging_option(**options))

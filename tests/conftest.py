@@ -15,6 +15,7 @@ _KEPT = {"MONARCH_TRANSPORT"}
 
 for _name in [name for name in os.environ if name.startswith("MONARCH_") and name not in _KEPT]:
     del os.environ[_name]
+os.environ["MONARCH_PRELOAD"] = "none"  # else tests that import torch make it slow to start the processes of later ones
 
 # A loaded machine must not fail a property for being slow; the same examples each time where nobody looks at a failure.
 hypothesis.settings.register_profile(

@@ -196,6 +196,31 @@ class TransportChoice:
 
 
 @define(frozen=True)
+class Modules:
+    """Names of modules, separated by commas, or "auto", or "none" (an empty variable is as good as not set)."""
+
+    name: str = "modules"
+
+    def accept(self, value: object) -> str:
+        if isinstance(value, list | tuple) and all(isinstance(each, str) for each in value):
+            value = ",".join(value) or "none"
+        if not isinstance(value, str):
+            raise TypeError(f"expected names of modules, in a list or separated by commas, not {value!r}")
+        names = [each.strip() for each in value.split(",")]
+        wrong = [each for each in names if not all(map(str.isidentifier, each.split(".")))]
+        if wrong:
+            raise ValueError(
+                f"{wrong[0]!r} is no name of a module: expected 'auto', 'none', or a list such as 'a, b.c'"
+            )
+        return ", ".join(names)
+
+    parse = accept
+
+    def use(self, value: str) -> str:
+        return value
+
+
+@define(frozen=True)
 class Setting:
     name: str
     kind: Kind
@@ -313,6 +338,13 @@ SETTINGS: Final[Mapping[str, Setting]] = {
         Setting(
             "send_buffer_bytes", Int(1), 256 << 20, "How much may queue for one peer before its senders wait.", _OURS
         ),
+        Setting(
+            "preload",
+            Modules(),
+            "auto",
+            "What processes find imported already; `auto`: torch, if the driver has imported it at its first spawn.",
+            _OURS,
+        ),
     )
 }
 
@@ -340,7 +372,7 @@ BoolName = Literal[
     "poison_failed_procs",
     "prefix_with_rank",
 ]
-StrName = Literal["default_transport", "link_driver", "stack_signal"]
+StrName = Literal["default_transport", "link_driver", "stack_signal", "preload"]
 
 
 def checked(values: Mapping[str, object]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final
 
 from attrs import define, evolve, field
@@ -90,6 +90,7 @@ class _Template:
     guardian: int  # pid
     wire: Wire
     env: dict[str, str]
+    loaded: list[str]  # modules that it has been told to import
     pid: int = 0  # once it is ready
     status: tuple[int | None, int | None] = (None, None)  # exit code and signal, once it is over
     trouble: str = ""  # why it is ending without having been asked
@@ -135,6 +136,11 @@ class Launcher:
             if self._template is None:
                 self._template = self._start_template()
 
+    @property
+    def is_warm(self) -> bool:
+        """Whether there is a template."""
+        return self._template is not None
+
     def launch(self, spec: LaunchSpec, on_exit: Callable[[Exit], None]) -> Child:
         """Ask for one process and return at once. `on_exit` is called by `pump`, exactly once, also when the process
         could not be started.
@@ -144,34 +150,51 @@ class Launcher:
         """
         return self.launch_all([spec], [on_exit])[0]
 
-    def launch_all(self, specs: Sequence[LaunchSpec], on_exit: Sequence[Callable[[Exit], None]]) -> list[Child]:
+    def launch_all(
+        self,
+        specs: Sequence[LaunchSpec],
+        on_exit: Sequence[Callable[[Exit], None]],
+        preload: Collection[str] = (),
+    ) -> list[Child]:
         """Ask for several at once. They share one request, and get the standard output and error, the directory,
-        `sys.path`, `sys.argv`, umask and resource limits that this process has now."""
+        `sys.path`, `sys.argv`, umask and resource limits that this process has now. Those that are forked have the
+        modules of `preload` imported, and so will those of later launches."""
         with self._lock:
             self._check()
             children = [
                 Child(s.name, id=next(self._ids), launcher=self, on_exit=f) for s, f in zip(specs, on_exit, strict=True)
             ]
             for at in range(0, len(specs), _BATCH):
-                self._launch_some(specs[at : at + _BATCH], children[at : at + _BATCH])
+                self._launch_some(specs[at : at + _BATCH], children[at : at + _BATCH], preload)
             return children
 
-    def _launch_some(self, specs: Sequence[LaunchSpec], children: Sequence[Child]) -> None:
+    def _launch_some(self, specs: Sequence[LaunchSpec], children: Sequence[Child], preload: Collection[str]) -> None:
         outputs = [fd for spec in specs for fd in spec.output or ()]
         try:
-            self._send_launch(specs, children, outputs)
+            self._send_launch(specs, children, outputs, preload)
         except (OSError, RuntimeError) as e:
             close_all(outputs)
             for child in children:
                 error = explain(e, "the launcher cannot ask for it") if isinstance(e, OSError) else str(e)
                 self._end(child, Exit(None, error=error))
 
-    def _send_launch(self, specs: Sequence[LaunchSpec], children: Sequence[Child], outputs: Sequence[int]) -> None:
+    def _send_launch(
+        self,
+        specs: Sequence[LaunchSpec],
+        children: Sequence[Child],
+        outputs: Sequence[int],
+        preload: Collection[str],
+    ) -> None:
         if self._template is not None:
             self._drain(self._template)  # it may have ended meanwhile
         if self._template is None:
-            self._template = self._start_template({s.entry.partition(":")[0] for s in specs})
+            entries = sorted({s.entry.partition(":")[0] for s in specs})
+            self._template = self._start_template([*preload, *entries])
         template = self._template
+        missing = [name for name in preload if name not in template.loaded]
+        if missing:
+            template.loaded += missing
+            self._post(template, {"op": "preload", "modules": missing, "path": _absolute(sys.path)})
         common = json.dumps(
             {
                 "path": [str(p) for p in sys.path],
@@ -185,7 +208,7 @@ class Launcher:
         for spec, child in zip(specs, children, strict=True):
             env = {**spec.env, **(spec.command.env if spec.command is not None else {})}
             command = spec.command if spec.command is not None and not spec.command.is_default else None
-            if command is None and must_exec(env, template.env, self._preload):
+            if command is None and must_exec(env, template.env, template.loaded):
                 command = fresh_interpreter_cmd()
             child._command = str(command) if command is not None else None
             line = [command.program, command.arg0, command.args] if command is not None else None
@@ -207,10 +230,11 @@ class Launcher:
             template.children[child._id] = child
         self._post(template, {"op": "launch", "common": len(common), "children": rows}, [*fds, *outputs])
 
-    def _start_template(self, entries: set[str] | None = None) -> _Template:
+    def _start_template(self, preload: Sequence[str] = ()) -> _Template:
         """Exec a template. Any thread may do so: the template watches this process, not the thread."""
         command = default_bootstrap_cmd()
         argv = [command.program, *command.args[:-2], "-c", START]
+        loaded = [*self._preload, *preload]
         fds: dict[int, int] = {}  # number in the template: number here
         near, far = socket.socketpair()
         try:
@@ -219,7 +243,7 @@ class Launcher:
                 fds[DRIVER_FD] = pidfd
             facts = {
                 "path": _absolute(sys.path),
-                "preload": [*self._preload, *sorted(entries or ())],
+                "preload": loaded,
                 "driver": os.getpid(),
                 "pidfd": pidfd is not None,
             }
@@ -245,7 +269,7 @@ class Launcher:
         finally:
             far.close()
             close_all(fds.values())
-        template = _Template(pid, Wire(near.detach()), env)
+        template = _Template(pid, Wire(near.detach()), env, loaded)
         log.debug("guardian.started", pid=pid)
         self._ready.watch(template.wire.fileno())
         pidfd = linux.open_pidfd(pid)
@@ -317,7 +341,7 @@ class Launcher:
             case "ready":
                 template.pid = message["pid"]
                 if (message["threads"] or 1) > 1:
-                    log.warning("template.has_threads", threads=message["threads"], preload=self._preload)
+                    log.warning("template.has_threads", threads=message["threads"], preload=template.loaded)
             case "over":
                 template.status = message["code"], message["signal"]
             case "unguarded":

@@ -14,10 +14,9 @@ EXEC_PREFIXES: Final = ("LD_", "DYLD_", "GLIBC_", "MALLOC_", "PYTHON", "LANG", "
 # ... but for these, which are looked at when used, or which a forked child applies by itself.
 _NOT_AT_EXEC: Final = {"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONBREAKPOINT", "PYTHONASYNCIODEBUG", "PYTHONFAULTHANDLER"}
 # Read when the library is imported; they count where the template imports it. Numbers of threads are re-applied.
-LIBRARY_PREFIXES: Final = {
-    "numpy": ("NPY_", "NUMPY_", "OPENBLAS_"),
-    "torch": ("GOMP_", "KMP_", "MKL_", "OMP_", "TORCH_LOGS", "TORCHDYNAMO_", "TORCHINDUCTOR_"),
-}
+_NUMPY: Final = ("NPY_", "NUMPY_", "OPENBLAS_")
+_TORCH: Final = ("GOMP_", "KMP_", "MKL_", "OMP_", "PYTORCH_", "TORCH_LOGS", "TORCHDYNAMO_", "TORCHINDUCTOR_")
+LIBRARY_PREFIXES: Final = {"numpy": _NUMPY, "torch": (*_NUMPY, *_TORCH)}
 _THREADS_SUFFIX: Final = "_NUM_THREADS"
 
 

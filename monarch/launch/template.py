@@ -11,6 +11,9 @@ more. `KILLING` sends SIGKILL to all that is left. From ENDING and KILLING the t
     LOADING ──► SERVING ──"end"──► ENDING ──time is up──► KILLING
                    └──────── driver gone (also in ENDING) ────┘
 
+Modules that a later launch needs besides are imported in SERVING, which takes no notice of anything else meanwhile;
+when the driver is gone, the `guardian` ends it then.
+
 **The driver is gone** when its pidfd is readable or the socket ends. Both are watched: a forked copy of the driver
 keeps the socket open, and a driver that execs keeps its pid. The end of the template's own parent, the `guardian`,
 counts the same.
@@ -122,7 +125,6 @@ class Template:
     driver: int | None  # pidfd
     lifeline: int  # readable when the guardian is gone
     library_fds: frozenset[int]
-    set_threads: Callable[[dict[str, str]], None]
     wake: int  # readable after SIGCHLD
     reports: tuple[int, int]  # a pipe on which children say why they could not become what they should
     pid: int = field(factory=os.getpid)
@@ -133,6 +135,7 @@ class Template:
     tees: list[Tee] = field(factory=list)
     started: list[tuple[int, int]] = field(factory=list)
     failures: dict[int, str] = field(factory=dict)  # by pid: what a child has said about itself
+    set_threads: Callable[[dict[str, str]], None] = field(factory=thread_setter)
     orphans: Orphans = field(factory=Orphans)
     orphaned: bool = False  # orphans are there that are to end
 
@@ -219,6 +222,8 @@ class Template:
                     return
                 batch = _Batch(fds, message["common"], len(children))
                 self.todo.extend((batch, c) for c in children)
+            case "preload":
+                self._preload(message["modules"], message["path"])
             case "kill":
                 self._kill(message["id"], message["signal"])
             case "end":
@@ -227,6 +232,14 @@ class Template:
                 for pid in self.children:
                     kill(pid, signal.SIGTERM)
                 self._reap()
+
+    def _preload(self, modules: list[str], path: list[str]) -> None:
+        before = _open_fds()
+        sys.path[:] = path
+        _import(modules)
+        self.library_fds |= _open_fds() - before
+        self.set_threads = thread_setter()
+        self.wire.send({"op": "ready", "pid": self.pid, "threads": linux.thread_count()})
 
     def _kill(self, id: int, signum: int) -> None:
         for batch, child in self.todo:
@@ -349,8 +362,7 @@ def _next_dead() -> int:
 
 
 def _load(modules: Sequence[str], driver: int | None, lifeline: int) -> None:
-    """Import what children will need. What cannot be imported is left to the child that wants it, to fail there.
-    Leaves when the driver is gone or has hung up, or the guardian is gone."""
+    """`_import`, which leaves when the driver is gone or has hung up, or the guardian is gone."""
     poll = select.poll()
     poll.register(SOCKET_FD, 0)
     poll.register(lifeline, 0)
@@ -363,12 +375,17 @@ def _load(modules: Sequence[str], driver: int | None, lifeline: int) -> None:
 
     signal.signal(signal.SIGALRM, look)
     signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
+    _import(modules)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+
+def _import(modules: Sequence[str]) -> None:
+    """Import what children will need. What cannot be imported is left to the child that wants it, to fail there."""
     gc.disable()
     for name in modules:
         with contextlib.suppress(BaseException):
             importlib.import_module(name)
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
     gc.collect()
     gc.freeze()
 
@@ -389,10 +406,8 @@ def main(setup: Message) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     before = _open_fds()
     _load(setup["preload"], driver, lifeline)
-    kept = frozenset(sys.modules)
+    store = CodeStore(memory_file())  # its descriptor stays open in the children, like those of libraries
     library_fds = frozenset(_open_fds() - before)
-    store = CodeStore(memory_file())
-    share_compiled_code(store)
 
     wake, wake_by = os.pipe()
     reports = os.pipe()
@@ -406,11 +421,12 @@ def main(setup: Message) -> None:
     wire.send({"op": "ready", "pid": os.getpid(), "threads": linux.thread_count()})
     for fd in (SOCKET_FD, *([driver] if driver is not None else [])):
         os.set_inheritable(fd, False)
-    job = Template(wire, driver, lifeline, library_fds | {store.fd}, thread_setter(), wake, reports).serve()
+    job = Template(wire, driver, lifeline, library_fds, wake, reports).serve()
     if job is None:
         os._exit(0)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # out of the loop: an interrupt now ends this process as any other
-    run_and_leave(job.run, kept)
+    share_compiled_code(store)
+    run_and_leave(job.run, kept=frozenset(sys.modules))
 
 
 def _title(kind: str, driver: int) -> str:

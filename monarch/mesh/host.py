@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import pickle
 import socket
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -120,7 +121,15 @@ class ProcessStarter:
             specs.append(
                 LaunchSpec(request.title, "monarch.mesh.child:main", boot.encode(), env, request.command, output)
             )
-        return self.launcher.launch_all(specs, on_exit)
+        return self.launcher.launch_all(specs, on_exit, self._preload())
+
+    def _preload(self) -> tuple[str, ...]:
+        """The setting, as of now. A template that is up is not made to load torch unless that is asked for: programs
+        that use torch import it before they spawn, and forks are quicker without."""
+        wanted = settings.get("preload")
+        if wanted == "auto":
+            return ("torch",) if "torch" in sys.modules and not self.launcher.is_warm else ()
+        return () if wanted == "none" else tuple(wanted.split(", "))
 
     def _source(self, request: LaunchRequest) -> Source | None:
         """Where its output comes in, if it is forwarded."""

@@ -49,6 +49,7 @@ def test_the_defaults_are_those_of_the_table(table):
         "poison_failed_procs": False,
         "send_buffer_bytes": 268435456,
         "stack_signal": "SIGURG",
+        "preload": "auto",
     }
 
 
@@ -71,6 +72,7 @@ def test_every_setting_accepts_its_default_as_it_is_and_says_what_it_means(setti
         ("default_transport", "MONARCH_TRANSPORT"),
         ("link_driver", "MONARCH_LINK_DRIVER"),
         ("send_buffer_bytes", "MONARCH_SEND_BUFFER_BYTES"),
+        ("preload", "MONARCH_PRELOAD"),
     ],
 )
 def test_a_setting_is_read_from_its_environment_variable(name, variable):
@@ -120,6 +122,10 @@ def test_the_types_that_get_promises_are_those_it_returns(table):
         ("default_transport", "metatls", ValueError, "use tcp"),
         ("default_transport", 42, TypeError, "ChannelTransport"),
         ("default_transport", ChannelTransport.Tls, ValueError, "use tcp"),
+        ("preload", 1, TypeError, "names of modules"),
+        ("preload", ["numpy", 2], TypeError, "names of modules"),
+        ("preload", "numpy, my-module", ValueError, "'my-module' is no name of a module"),
+        ("preload", "", ValueError, "'auto', 'none'"),
     ],
 )
 def test_a_value_that_does_not_fit_is_refused_by_name(table, name, value, error, text):
@@ -187,6 +193,16 @@ def test_transports_that_we_lack_say_why(name):
         ChannelTransport[name].transport()
     assert isinstance(caught.value, ValueError) and isinstance(caught.value, NotViable)
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(["numpy", "a.b"], "numpy, a.b"), ("numpy,a.b", "numpy, a.b"), ([], "none"), ("none", "none"), ("auto", "auto")],
+)
+def test_modules_to_preload_are_names(table, value, shown):
+    table.configure({"preload": value})
+
+    assert table.merged()["preload"] == table.get("preload") == shown
 
 
 # Layers

@@ -109,6 +109,7 @@ def test_the_entry_module_started_by_hand_says_what_it_is_for() -> None:
         ({"OMP_NUM_THREADS": "4"}, ("torch", "numpy"), False),
         ({"OMP_PROC_BIND": "true"}, (), False),
         ({"OMP_PROC_BIND": "true"}, ("torch",), True),
+        ({"OPENBLAS_CORETYPE": "x"}, ("torch",), True),
     ],
 )
 def test_only_what_is_read_for_good_needs_a_fresh_interpreter(

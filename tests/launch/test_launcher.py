@@ -474,6 +474,24 @@ def test_numpy_in_the_template_starts_no_thread_and_its_copies_differ(tmp_path: 
     assert len({number for _, number in seen}) == 3
 
 
+def test_modules_are_preloaded_for_a_later_launch_too(bench: Bench, entry_on_path: Path) -> None:
+    (entry_on_path / "shared_by_all.py").write_text("import os\npid = os.getpid()\n")
+    (entry_on_path / "broken_module.py").write_text("raise ValueError\n")
+    bench.run("pass")
+    preload = ["shared_by_all", "broken_module", "no_such_module"]
+    seen = []
+    for _ in range(2):
+        path = bench.folder / f"seen{len(seen)}"
+        code = f"import launched_code, sys; launched_code.tell({str(path)!r}, sys.modules['shared_by_all'].pid)"
+        spec = LaunchSpec(path.name, ENTRY, code.encode(), os.environ)
+        (child,) = bench.launcher.launch_all([spec], [lambda e: None], preload)
+        bench.until(lambda child=child: not child.alive)  # type: ignore[misc]
+        seen.append(json.loads(path.read_text()))
+
+    assert seen == [template_of(bench)] * 2
+    assert "shared_by_all" not in sys.modules
+
+
 def test_another_command_runs_the_same_entry(bench: Bench) -> None:
     default = default_bootstrap_cmd()
     command = BootstrapCommand("env", None, ("WRAPPED=1", default.program, *default.args), {"MORE": "2"})
@@ -655,28 +673,43 @@ def test_when_the_driver_becomes_another_program_everything_ends(code_folder: Pa
         driver.wait(LIMIT_S)
 
 
+@pytest.mark.parametrize("loads", ["at its start", "later"])
 def test_a_driver_killed_while_the_template_loads_leaves_nothing(
-    tmp_path: Path, code_folder: Path, events: Events
+    tmp_path: Path, code_folder: Path, events: Events, loads: str
 ) -> None:
     (tmp_path / "slow_module.py").write_text(
         f"import launched_code, os, time\nlaunched_code.say({events.path!r}, str(os.getpid()))\n"
         "while True: time.sleep(0.01)\n"
     )
+    first = 'Launcher(preload=["slow_module"]).warm()'
+    program = GRANDCHILDREN.format(fifo=events.path).encode()
+    later = f"""
+launcher = Launcher()
+spec = LaunchSpec("x", "launched_code:run", {program!r}, dict(os.environ))
+launcher.launch_all([spec], [print])
+with open({events.path!r} + ".go") as f: f.read()
+launcher.launch_all([spec], [print], ["slow_module"])
+"""
+    os.mkfifo(events.path + ".go")
     source = f"""
-import signal, sys
+import os, signal, sys
 sys.path += [{str(code_folder)!r}, {str(tmp_path)!r}]
-from monarch.launch.launcher import Launcher
-Launcher(preload=["slow_module"]).warm()
+from monarch.launch.launcher import Launcher, LaunchSpec
+{first if loads == "at its start" else later}
 signal.pause()
 """
     driver = subprocess.Popen([sys.executable, "-c", source], cwd=ROOT)
+    pids: list[int] = []
     try:
-        template = int(events.next()[0])
+        if loads == "later":
+            pids += map(int, events.next())  # a child and what it has started
+            Path(events.path + ".go").write_text("")
+        pids += map(int, events.next())  # the template
     finally:
         driver.kill()
         driver.wait(LIMIT_S)
 
-    gone([template])
+    gone(pids)
 
 
 def test_a_driver_that_falls_off_its_end_is_silent_and_leaves_nothing(code_folder: Path, tmp_path: Path) -> None:

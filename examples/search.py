@@ -12,10 +12,12 @@ It reads from top to bottom. Two kinds of actors do the work:
 from __future__ import annotations
 
 import heapq
+import io
 import math
 import os
 import platform
 import re
+import sys
 import sysconfig
 import time
 from collections import Counter, defaultdict
@@ -27,7 +29,6 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Table
 
 from monarch.actor import (
     Accumulator,
@@ -180,11 +181,15 @@ QUESTIONS = ("send an email message", "random numbers from a normal distribution
 def main(procs: int | None = None, queries: Sequence[str] | None = None, limit_files: int | None = None) -> None:
     """Search the standard library with `procs` processes, and print what happens."""
     show = Show()
-    n = procs or min(8, max(4, os.cpu_count() or 1))
+    cpus = len(os.sched_getaffinity(0))
+    wanted = procs or min(8, max(4, cpus))
+    n = min(wanted, 16 * cpus)  # more would hold up everything else on this machine
     questions = queries or QUESTIONS
 
     files = find_files()[:limit_files]
     show.title(f"Searching the files of Python {platform.python_version()} with {n} processes")
+    if n < wanted:
+        show.note(f"{wanted} processes are too many for {cpus} CPUs: {n} it is")
 
     with show.step("Spawn the processes"):
         # A mesh of processes on this machine, with one dimension that we name "procs" ...
@@ -269,6 +274,8 @@ class Show:
     """Prints with colours and a live bar on a terminal, and plain lines elsewhere."""
 
     def __init__(self) -> None:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # a terminal may lack what stands in a file
         self.console = Console(highlight=False, soft_wrap=True)
         self.begun = time.perf_counter()
         self.steps: list[tuple[str, float]] = []
@@ -332,13 +339,14 @@ class Show:
 
     def times(self) -> None:
         """What took how long."""
-        table = Table.grid(padding=(0, 2))
         longest = max(took for _, took in self.steps)
-        for name, took in self.steps:
-            table.add_row(f"   {name}", f"{took:7.2f} s", f"[cyan]{'━' * round(30 * took / longest)}[/]")
-        table.add_row("   [bold]all[/]", f"[bold]{time.perf_counter() - self.begun:7.2f} s[/]")
+        room = max(0, min(30, self.console.width - 42))
+        line = "-" if self.console.options.ascii_only else "━"
         self.console.print("\n[bold]Times[/]")
-        self.console.print(table)
+        for name, took in self.steps:
+            bar = line * round(room * took / longest)
+            self.console.print(f"   {name:<25} {took:7.2f} s" + (f"  [cyan]{bar}[/]" if bar else ""))
+        self.console.print(f"   [bold]{'all':<25} {time.perf_counter() - self.begun:7.2f} s[/]")
 
 
 if __name__ == "__main__":

@@ -11,11 +11,15 @@ import json
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import Final
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: that of this process) and return the exit status."""
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args, unknown = parser.parse_known_args(argv)
+    if unknown and args.run is not _planned:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         return int(args.run(args))
     except KeyboardInterrupt:
@@ -28,7 +32,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="monarch",
         description="Actors in meshes of processes.",
-        epilog="apply, exec, shell, kill, context and debug are planned.",
     )
     parser.add_argument("--version", action="version", version=f"monarch {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -71,7 +74,28 @@ def _parser() -> argparse.ArgumentParser:
     for command in (ps, stack):
         command.add_argument("--pid", type=_positive, help="only the program whose driver has this process id")
         command.add_argument("--json", action="store_true", help="print a list of programs for other programs to read")
+
+    for name, purpose in _PLANNED.items():
+        planned = commands.add_parser(name, help=f"planned: {purpose}", add_help=False)
+        planned.set_defaults(run=_planned, command=name)
     return parser
+
+
+_PLANNED: Final = {
+    "apply": "start the job that a module describes",
+    "exec": "run a command on the hosts of a job",
+    "shell": "a terminal on a host of a job",
+    "kill": "end a job",
+    "context": "keep several jobs apart",
+    "debug": "attach to breakpoints of actors",
+}
+
+
+def _planned(args: argparse.Namespace) -> int:
+    print(
+        f"monarch {args.command} ({_PLANNED[args.command]}) is planned, and not part of this version", file=sys.stderr
+    )
+    return 1
 
 
 def _positive(text: str) -> int:

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,9 +18,9 @@ ROOT = Path(__file__).parent.parent
 DEMO = "import sys; from monarch.cli import main; sys.exit(main())"
 
 
-def run(*command: str, cwd: Path = ROOT, path: Path = ROOT, timeout_s: float = 50) -> str:
+def run(*command: str, cwd: Path = ROOT, path: Path = ROOT, timeout_s: float = 50, **variables: str) -> str:
     """Run Python with a command line, and return its output. The run must be quiet and end with status 0."""
-    env = {**os.environ, "PYTHONPATH": str(path), "COLUMNS": "120"}
+    env = {**os.environ, "PYTHONPATH": str(path), "COLUMNS": "120", **variables}
     result = subprocess.run(
         [sys.executable, *command], cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout_s
     )
@@ -59,7 +60,7 @@ def test_supervised():
     assert "60 jobs done with 2 workers, of which 4 were killed" in output
 
 
-def demo(*arguments: str, **options: Path) -> str:
+def demo(*arguments: str, **options: Any) -> str:
     return run("-m", "monarch", "demo", *arguments, **options)
 
 
@@ -102,6 +103,23 @@ def test_demo_with_one_process_and_no_answer():
 
 
 @pytest.mark.slow
+def test_demo_on_a_narrow_terminal_that_has_only_ascii():
+    output = demo("--procs", "2", "--limit-files", "20", COLUMNS="40", LC_ALL="C", PYTHONIOENCODING="ascii")
+    _, _, times = output.partition("Times\n")
+
+    assert len(times.splitlines()) == 8
+    assert all(len(line) <= 40 for line in times.splitlines())
+
+
+@pytest.mark.slow
+def test_demo_runs_no_more_processes_than_the_machine_can_bear():
+    cpus = len(os.sched_getaffinity(0))
+    output = demo("--procs", "5000", "--limit-files", "20")
+
+    assert f"5000 processes are too many for {cpus} CPUs: {16 * cpus} it is" in output
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_demo_from_an_installed_wheel_over_all_files(wheel_contents, tmp_path):
     output = demo(cwd=tmp_path, path=wheel_contents)
@@ -116,10 +134,21 @@ def test_version():
     assert run("-m", "monarch", "--version").strip() == f"monarch {monarch.__version__}"
 
 
+def test_planned_commands_say_that_they_are_planned():
+    command = [sys.executable, "-m", "monarch", "exec", "--all", "ls"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=30)
+
+    assert (result.returncode, result.stdout) == (1, "")
+    assert "monarch exec (run a command on the hosts of a job) is planned" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
         (["demo", "--procs", "0"], "'0' is not a whole number above 0"),
+        (["demo", "--proc"], "expected one argument"),
+        (["demo", "extra"], "unrecognized arguments: extra"),
         (["dance"], "invalid choice: 'dance'"),
         ([], "the following arguments are required: COMMAND"),
     ],

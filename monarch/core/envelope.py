@@ -101,7 +101,8 @@ class Envelope:
         )
 
     def bounce(self, parts: list[Buffer]) -> Envelope:
-        """The message that tells this one's sender that it was not delivered."""
+        """The message that tells this one's sender that it was not delivered. It asks for no answer: its reply port is
+        the port for which this one was meant."""
         return Envelope(
             Kind.BOUNCE,
             self.src_proc,
@@ -112,6 +113,8 @@ class Envelope:
             parts,
             self.flags,
             self.rank,
+            0,
+            self.dst_port,
         )
 
     @property

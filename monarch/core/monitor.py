@@ -32,6 +32,7 @@ class Down:
         error: type and text of the exception behind it, or "".
         traceback: as rendered where it was raised, or "".
         cause: what brought this about, or None.
+        actor: `module.Class name{...}` of the actor that failed, "" for a process or where unknown.
     """
 
     kind: str
@@ -43,6 +44,7 @@ class Down:
     error: str = ""
     traceback: str = ""
     cause: Down | None = None
+    actor: str = ""
 
     @property
     def stopped(self) -> bool:

@@ -34,6 +34,7 @@ from monarch.mesh.context import NOWHERE, Context, Spawner, set_client_context
 from monarch.mesh.host import HostAgent, ProcessStarter, Starter
 from monarch.mesh.inspector import Collector
 from monarch.mesh.shape import Region, Slice
+from monarch.mesh.undeliverable import Undeliverable
 from monarch.supervision.failure import MeshFailure
 from monarch.transports import registry
 from monarch.transports.url import parse
@@ -87,7 +88,7 @@ class RootClient(ProcClient):
             self._faults.put(failure)
 
     def undeliverable(self, envelope: Any, down: Down) -> None:
-        log.warning("message.undeliverable", reason=str(down))
+        Undeliverable.of(self, envelope, down).warn("the client", down)
 
     def shutdown(self) -> Future[None]:
         """Stop everything that this client owns; idempotent."""

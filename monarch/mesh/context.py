@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from attrs import define
+from attrs import define, evolve
 
 from monarch.core.ids import ActorId, ProcId
 from monarch.core.instance import Instance as CoreInstance
@@ -155,7 +155,7 @@ class ActorInstance(Spawner, CoreInstance):
 
     def abort(self, reason: str | None = None) -> None:
         text = f"actor explicitly aborted due to: {reason or 'no reason provided'}"
-        self.request_failure(self.proc_runtime.failed(text))
+        self.request_failure(evolve(self.proc_runtime.failed(text), actor=self.member))
 
     def undeliverable(self, envelope: Any, down: Down) -> None:
         self.post_control(lambda: self.on_undeliverable(envelope, down))

@@ -19,8 +19,8 @@ from typing import Any
 from attrs import define, evolve
 
 from monarch.core import codec, exceptions
-from monarch.core.envelope import Envelope, Flag, Kind
-from monarch.core.ids import ActorId, PortId, base58
+from monarch.core.envelope import Envelope, Flag
+from monarch.core.ids import ActorId, PortId
 from monarch.core.loop import hidden_loop
 from monarch.core.monitor import Down
 from monarch.core.serving import Served
@@ -31,6 +31,7 @@ from monarch.mesh.context import ActorInstance, Context, _context
 from monarch.mesh.endpoint import EndpointSpec
 from monarch.mesh.port import Port
 from monarch.mesh.shape import Extent, Point
+from monarch.mesh.undeliverable import Undeliverable
 from monarch.supervision.failure import MeshFailure
 
 log = get_logger("monarch.actor")
@@ -85,7 +86,7 @@ class ActorBehavior:
         name, text = exceptions.type_name(error), exceptions.text_of(error)
         if isinstance(error, SystemExit):
             what = f"the actor exited with status {text or 0}: {what}"
-        return self._instance.proc_runtime.failed(f"{what} {name}: {text}", error)
+        return evolve(self._instance.proc_runtime.failed(f"{what} {name}: {text}", error), actor=self._instance.member)
 
     # ---- calls
 
@@ -305,23 +306,19 @@ class ActorBehavior:
             down = self._failed(f"{member}: __supervise__ raised", error)
         else:
             text = f"{member} did not handle a supervision event from its child {failure.member}"
-            down = self._instance.proc_runtime.failed(text)
+            down = evolve(self._instance.proc_runtime.failed(text), actor=member)
         child = evolve(failure.down, reason=f"{failure.member}: {failure.down.reason}")
         self._instance._end(down.because(child))
 
     def undeliverable(self, envelope: Envelope, down: Down) -> None:
-        message = Undeliverable(
-            str(self._instance.actor_id),
-            base58(envelope.src_actor if envelope.kind == Kind.BOUNCE else envelope.dst_actor),
-            f"undeliverable message: {down}",
-        )
+        message = Undeliverable.of(self._instance, envelope, down)
         try:
             handled = self._actor is not None and self._actor._handle_undeliverable_message(message)
         except Exception:
             log.exception("undeliverable.handler_failed", actor=self._instance.member)
             handled = False
         if not handled:
-            log.warning("message.undeliverable", sender=self._instance.member, reason=str(down))
+            message.warn(self._instance.member, down)
 
     # ---- the end
 
@@ -355,24 +352,6 @@ class ActorBehavior:
                 raise  # its time is over
             return self._failed(f"{self._instance.member}: __cleanup__ raised", error)
         return None
-
-
-@define(frozen=True)
-class Undeliverable:
-    """A message that came back, as `_handle_undeliverable_message` sees it."""
-
-    _sender: str
-    _dest: str
-    _error: str
-
-    def sender(self) -> str:
-        return self._sender
-
-    def dest(self) -> str:
-        return self._dest
-
-    def error_msg(self) -> str:
-        return self._error
 
 
 async def settle_result(function: Callable[[], Any]) -> Any:

@@ -83,7 +83,7 @@ class _Call:
         if sink is None:
             if refused.quiet:
                 return
-            down = Down("failed", f"{self.line.path.text} {refused.reason}")
+            down = Down("failed", f"{self.line.path.text} {refused.reason}", actor=self.line.path.text)
             target = Envelope(Kind.CALL, 0, 0, 0, runtime.key, self.sender.actor_id.number, self.parts)
             self.sender.undeliverable(target, down.because(refused.down) if refused.down is not None else down)
             return

@@ -6,6 +6,8 @@ as unused.
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterator
 from typing import assert_type, reveal_type
 
 from monarch.actor import (
@@ -19,10 +21,12 @@ from monarch.actor import (
     PortReceiver,
     ProcMesh,
     ValueMesh,
+    as_endpoint,
     concurrent_endpoint,
     current_rank,
     endpoint,
     get_or_spawn_controller,
+    send,
     shutdown_context,
     this_host,
     this_proc,
@@ -53,6 +57,13 @@ class Worker(Actor):
     @endpoint(explicit_response_port=True)
     def explicit(self, reply: Port[bytes], times: int) -> None:
         reply.send(b"" * times)
+
+    @concurrent_endpoint(explicit_response_port=True)
+    async def later(self, reply: Port[str], text: str) -> None:
+        reply.send(text)
+
+    def plain(self, x: float) -> bool:
+        return x > 0
 
     @endpoint
     def take(self, other: Worker, port: Port[str]) -> None:
@@ -122,6 +133,41 @@ def channels(worker: Worker) -> None:
     port.send("text")
     port.send(1)  # type: ignore[arg-type]
     worker.take.broadcast(worker.slice(gpus=0), port)
+
+
+async def more_channels(worker: Worker) -> None:
+    port, receiver = Channel[tuple[int, str]].open(once=True)
+    assert_type(await receiver.recv(), tuple[int, str])
+    port.exception(ValueError("no"))
+    port.return_undeliverable = False
+    ranked, ranks = Channel[bytes].open_ranked()
+    assert_type(ranked, Port[bytes])
+    assert_type(ranks.recv().get(timeout=1.0), tuple[int, bytes])
+    assert_type(receiver.ranked(), PortReceiver[tuple[int, tuple[int, str]]])
+    Channel[int].open(once="name")  # type: ignore[arg-type]
+    sums, _ = Channel[int].open()
+    send(worker.add, (1,), {}, port=sums)
+    worker.explicit.call_one(port, 3)  # type: ignore[call-arg, arg-type]
+    worker.explicit.broadcast(3)
+
+
+async def more_adverbs(worker: Worker) -> None:
+    stream = worker.slow.stream(0.5)
+    assert_type(stream, Iterator[Future[list[int]]])
+    assert_type(await next(stream), list[int])
+    assert_type(await worker.slow.choose(0.5), list[int])
+    assert_type(await worker.explicit.call(2), ValueMesh[bytes])
+    assert_type(await worker.later.call_one("text"), str)
+    assert_type(worker.add.call_one(1).exception(), BaseException | None)
+    assert_type(worker.add.call_one(1).result(timeout=2.0), int)
+    assert_type(await asyncio.gather(worker.add.call_one(1), worker.name.call_one()), tuple[int, str])
+    assert_type(await asyncio.wait_for(worker.add.call_one(1).as_asyncio(), 1.0), int)
+    assert_type(await Accumulator(worker.add, "", lambda text, n: text + str(n)).accumulate(1), str)
+    plain = as_endpoint(worker.plain)
+    assert_type(plain.call_one(1.0), Future[bool])
+    plain.call_one("one")  # type: ignore[arg-type]
+    only = await get_or_spawn_controller("only", Worker)
+    assert_type(only.add.call_one(1), Future[int])
 
 
 def endpoints_are_values(worker: Worker) -> Endpoint[[int, int], int]:

@@ -79,6 +79,14 @@ class Expired(DeliveryError):
     """The message reached its time or hop limit."""
 
 
+class TransferError(MonarchError, RuntimeError):
+    """A one-sided transfer failed. The bytes that it was to write are undefined."""
+
+
+class BufferDropped(TransferError):
+    """The buffer of a transfer has been dropped, or its actor has ended."""
+
+
 class ActorError(MonarchError):
     """An endpoint raised, and its actor lives on.
 

@@ -345,6 +345,20 @@ SETTINGS: Final[Mapping[str, Setting]] = {
             "What processes find imported already; `auto`: torch, if the driver has imported it at its first spawn.",
             _OURS,
         ),
+        Setting(
+            "rdma_path",
+            Choice(("auto", "ibverbs", "shm", "tcp")),
+            "auto",
+            "How one-sided transfers go; one that is asked for and cannot work is an error.",
+            _OURS,
+        ),
+        Setting(
+            "rdma_allow_tcp_fallback",
+            Bool(),
+            True,
+            "Whether transfers may go in chunks over the link, where nothing faster works.",
+            _OURS,
+        ),
     )
 }
 
@@ -371,8 +385,9 @@ BoolName = Literal[
     "mixed_endpoints",
     "poison_failed_procs",
     "prefix_with_rank",
+    "rdma_allow_tcp_fallback",
 ]
-StrName = Literal["default_transport", "link_driver", "stack_signal", "preload"]
+StrName = Literal["default_transport", "link_driver", "stack_signal", "preload", "rdma_path"]
 
 
 def checked(values: Mapping[str, object]) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from monarch.transports.base import Transport
 
 if TYPE_CHECKING:
     from monarch.mesh.proc_mesh import ProcMesh
+    from monarch.onesided.transfers import Transfers
 
 log = get_logger("monarch.agent")
 
@@ -69,6 +70,7 @@ class MeshProc(Proc):
         children: supervisors of this process, and the supervised children that it calls.
         on_actors_changed: called when there is one actor more or less.
         respondent: says what this process does.
+        transfers: what carries out one-sided transfers; made at first use.
         on_end: called once all actors have been stopped by "stop_all"; the process is to end then.
         failed_actors: how many actors ended by a failure.
     """
@@ -83,6 +85,7 @@ class MeshProc(Proc):
         self.books = Books(self)
         self.children = ChildBook(self)
         self.respondent = Respondent(self)
+        self.transfers: Transfers | None = None
         self.failed_actors = 0
         self.last_failure: Down | None = None
         self.on_end: Callable[[], None] = lambda: None

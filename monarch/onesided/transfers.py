@@ -1,0 +1,273 @@
+"""Runs transfers: chooses the path to each process, once, and moves bytes on threads beside the actors.
+
+Which path: between processes of one host shared memory, else ibverbs where both sides have a device, else chunks over
+the link. The setting `rdma_path` forces one. Small transfers that need nobody's help are done in the calling thread.
+"""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Final, Protocol
+
+from attrs import define, field
+
+from monarch.core import settings
+from monarch.core.future import Future
+from monarch.core.monitor import Down
+from monarch.core.proc import Proc
+from monarch.errors import NotViable
+from monarch.log import get_logger
+from monarch.onesided import chunks
+from monarch.onesided.chunks import Chunks, owner_gone
+from monarch.onesided.exports import exports
+from monarch.onesided.here import Here
+from monarch.onesided.host import host_id
+from monarch.onesided.local import Local, local, on_host, to_device, view_of
+from monarch.onesided.neighbour import Neighbour, NeighbourGone
+from monarch.onesided.path import NotReachable, Path, Remote
+from monarch.onesided.shared import Shared
+
+log = get_logger("monarch.rdma")
+
+PATHS: Final = ("ibverbs", "shm", "tcp")
+_WORKERS: Final = 4
+_AT_ONCE_BYTES: Final = 256 << 10  # a hop to a worker and back costs as much as copying some 100 KiB
+
+
+def preferred() -> tuple[str, str]:
+    """The path between processes of this host, and the reason; "none" where there is no path."""
+    wanted = settings.get("rdma_path")
+    if wanted != "auto":
+        return wanted, "rdma_path asks for it"
+    if exports().place.host:
+        return "shm", "the kernel copies between processes of this host"
+    if settings.get("rdma_allow_tcp_fallback"):
+        return "tcp", "the kernel does not copy between processes of this host"
+    return "none", "the kernel does not copy between processes of this host, and rdma_allow_tcp_fallback is off"
+
+
+class Move(Protocol):
+    """One transfer of a batch. It holds the local memory that it uses."""
+
+    @property
+    def remote(self) -> Remote: ...
+
+    @property
+    def size_bytes(self) -> int: ...
+
+    def carry_out(self, path: Path, deadline_s: float) -> None: ...
+
+
+@define(frozen=True)
+class Read:
+    """All of `remote` into the beginning of `target`."""
+
+    remote: Remote
+    target: Local
+
+    @property
+    def size_bytes(self) -> int:
+        return self.remote.size_bytes
+
+    def carry_out(self, path: Path, deadline_s: float) -> None:
+        if self.target.device == "cpu":
+            path.read(self.remote, self.target.address, deadline_s)
+        else:
+            staged = local(bytearray(self.size_bytes))
+            path.read(self.remote, staged.address, deadline_s)
+            to_device(self.target, 0, staged.keeper)
+
+
+@define(frozen=True)
+class Write:
+    """All of `source` to `remote`, which has its size."""
+
+    remote: Remote
+    source: Local
+
+    @property
+    def size_bytes(self) -> int:
+        return self.remote.size_bytes
+
+    def carry_out(self, path: Path, deadline_s: float) -> None:
+        source = self.source if self.source.device == "cpu" else local(on_host(self.source, 0, self.source.size_bytes))
+        path.write(self.remote, source.address, deadline_s)
+
+
+@define(frozen=True)
+class Atomic:
+    """An operation on a word of `remote`, whose old value goes to `target`. With `expected`, compare and swap."""
+
+    remote: Remote
+    target: Local
+    value: int
+    expected: int | None = None
+    size_bytes: int = 8
+
+    def carry_out(self, path: Path, deadline_s: float) -> None:
+        if self.expected is None:
+            before = path.fetch_add(self.remote, self.value, deadline_s)
+        else:
+            before = path.compare_and_swap(self.remote, self.expected, self.value, deadline_s)
+        view_of(self.target.address, 8)[:] = before.to_bytes(8, sys.byteorder)
+
+
+class Transfers:
+    """Those of one `Proc`. Thread-safe."""
+
+    def __init__(self, runtime: Proc) -> None:
+        self.runtime = runtime
+        self._paths: dict[tuple[int, bool, str], Path] = {}
+        self._neighbours: dict[bytes, Neighbour | NotReachable] = {}
+        self._lock = threading.Lock()
+        self._workers = _Workers()
+        runtime.on_proc_gone.append(self._forget)
+        chunks.serve(runtime)
+
+    # ---- which way
+
+    def path_to(self, remote: Remote) -> Path:
+        """Raises: NotViable, when the path that was asked for does not lead there; SupervisionError: it is gone."""
+        wanted = settings.get("rdma_path")
+        key = remote.owner.proc.key, remote.in_file is not None, wanted
+        path = self._paths.get(key)
+        if path is None:
+            path = self._choose(remote, wanted)
+            log.info("rdma.path", owner=str(remote.owner), path=path.name, reason=path.reason)
+            self._paths[key] = path
+        return path
+
+    def _choose(self, remote: Remote, wanted: str) -> Path:
+        if remote.owner.proc.key == self.runtime.key:
+            return Here(preferred()[0], exports())
+        ways: dict[str, Callable[[Remote, str], Path]] = {"shm": self._shared, "tcp": self._chunks}
+        tried: list[str] = []
+        for name in ways if wanted == "auto" else [wanted]:
+            because = f"{name} is what rdma_path asks for" if wanted != "auto" else "; ".join(tried)
+            try:
+                return ways[name](remote, because)
+            except NotReachable as error:
+                tried.append(f"{name} cannot be used: {error}")
+        asked = f"rdma_path asks for {wanted}" if wanted != "auto" else "no path"
+        raise NotViable(f"{remote} cannot be reached: {asked}: {'; '.join(tried)}")
+
+    def _shared(self, remote: Remote, because: str) -> Path:
+        if remote.device != "cpu":
+            raise NotReachable(f"the buffer is on {remote.device}")
+        if not remote.place.host or remote.place.host != host_id():
+            raise NotReachable("the owner is on another host, or in another container")
+        neighbour = self._neighbour(remote)
+        if remote.in_file is None and neighbour.no_copying:
+            raise NotReachable(f"{neighbour.no_copying}; memory from monarch.rdma.empty needs no such right")
+        how = "its memory is mapped here" if remote.in_file is not None else "the kernel copies between the processes"
+        return Shared(self.runtime, neighbour, self._chunks_unless_forced(), "; ".join(filter(None, [because, how])))
+
+    def _neighbour(self, remote: Remote) -> Neighbour:
+        with self._lock:
+            found = self._neighbours.get(remote.place.token)
+            if found is None:
+                try:
+                    found = Neighbour(remote.place)
+                except NotReachable as error:
+                    found = error
+                except NeighbourGone as gone:
+                    down = self.runtime.monitors.gone((remote.owner.proc.key, 0))
+                    raise owner_gone(remote, down or gone) from None
+                self._neighbours[remote.place.token] = found
+        if isinstance(found, NotReachable):
+            raise found
+        return found
+
+    def _chunks_unless_forced(self) -> Chunks:
+        return Chunks(self.runtime, "")
+
+    def _chunks(self, remote: Remote, because: str) -> Path:
+        if settings.get("rdma_path") != "tcp" and not settings.get("rdma_allow_tcp_fallback"):
+            raise NotReachable("rdma_allow_tcp_fallback is off")
+        return Chunks(self.runtime, because)
+
+    def _forget(self, key: int, down: Down) -> None:
+        for each in [each for each in self._paths if each[0] == key]:
+            del self._paths[each]
+
+    # ---- moving
+
+    def start(self, moves: Sequence[Move], timeout_s: float, what: str) -> Future[None]:
+        """Carry all of `moves` out, in no order; the future fails with the first error, once none is running any more.
+
+        Small moves that need nobody's help are done at once.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        batch = _Batch(len(moves), Future._pending(None, lambda: what))
+        for move in moves:
+            job = partial(batch.run, partial(self._carry_out, move, deadline_s))
+            path = self._known_path(move.remote)
+            if path is not None and not path.helped and move.size_bytes <= _AT_ONCE_BYTES:
+                job()
+            else:
+                self._workers.put(job)
+        return batch.future
+
+    def _known_path(self, remote: Remote) -> Path | None:
+        return self._paths.get((remote.owner.proc.key, remote.in_file is not None, settings.get("rdma_path")))
+
+    def _carry_out(self, move: Move, deadline_s: float) -> None:
+        """Memory of a CUDA device is staged here, at the side that starts the transfer."""
+        move.carry_out(self.path_to(move.remote), deadline_s)
+
+
+@define(eq=False)
+class _Batch:
+    """Completes a future with the end of the last of some jobs."""
+
+    left: int
+    future: Future[None]
+    error: BaseException | None = None
+    lock: threading.Lock = field(factory=threading.Lock)
+
+    def run(self, job: Callable[[], None]) -> None:
+        error: BaseException | None = None
+        try:
+            job()
+        except BaseException as raised:
+            error = raised
+        with self.lock:
+            self.error = self.error or error
+            self.left -= 1
+            last = not self.left
+        if last and self.error is not None:
+            self.future._fail(self.error)
+        elif last:
+            self.future._complete(lambda: None)
+
+
+@define
+class _Workers:
+    """Threads that end with the program, whatever they wait for."""
+
+    _jobs: queue.SimpleQueue[Callable[[], None]] = field(factory=queue.SimpleQueue)
+    _lock: threading.Lock = field(factory=threading.Lock)
+    _count: int = 0
+    _idle: int = 0
+
+    def put(self, job: Callable[[], None]) -> None:
+        with self._lock:
+            self._jobs.put(job)
+            if self._idle < self._jobs.qsize() and self._count < _WORKERS:
+                self._count += 1
+                threading.Thread(target=self._run, name="monarch-rdma", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                self._idle += 1
+            job = self._jobs.get()
+            with self._lock:
+                self._idle -= 1
+            job()
+            del job  # it holds memory of the user's

@@ -1,0 +1,316 @@
+"""One-sided buffers between actors, over each path: what arrives, what is refused, and what a death or a drop does."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from attrs import define
+
+from monarch import rdma
+from monarch.actor import ActorError, ActorMesh, Channel, this_host
+from monarch.core import settings
+from monarch.onesided.exports import Place
+from monarch.rdma import RDMAAction, RDMABuffer, empty, get_rdma_backend
+from monarch.testing import TestClient, fresh_client
+from tests.mesh.actors import Worker
+from tests.mesh.rdma_actors import Holder, User, pattern
+
+pytestmark = pytest.mark.filterwarnings("ignore::monarch.rdma.RDMATcpFallbackWarning")
+
+MIB = 1 << 20
+KINDS = [("shm", "heap"), ("shm", "file"), ("tcp", "heap")]
+
+
+@define
+class Pair:
+    """An actor with memory and one that uses it, in processes of their own."""
+
+    holder: Any
+    user: Any
+    path: str
+    kind: str
+    client: TestClient
+
+    def offer(self, size: int, seed: int = 0) -> RDMABuffer:
+        return self.holder.offer.call_one(size, seed, self.kind).get(10)
+
+
+@pytest.fixture(scope="module", params=KINDS, ids="-".join)
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    path, kind = request.param
+    with fresh_client("ipc", rdma_path=path) as client:
+        procs = this_host().spawn_procs({"gpus": 2})
+        holder = procs.slice(gpus=0).spawn("holder", Holder)
+        user = procs.slice(gpus=1).spawn("user", User)
+        yield Pair(holder, user, path, kind, client)
+
+
+@pytest.fixture
+def here() -> Iterator[TestClient]:
+    """A client without other processes."""
+    with fresh_client("inproc") as client:
+        yield client
+
+
+# What arrives
+
+
+@pytest.mark.parametrize("size", [1, 7, 4096, 300_001, 5 * MIB + 3])
+def test_bytes_arrive_in_both_directions(pair, size):
+    buffer = pair.offer(size, 3)
+    assert pair.user.read.call_one(buffer).get(20) == pattern(3, size)
+
+    pair.user.write.call_one(buffer, pattern(4, size)).get(20)
+    assert pair.holder.content.call_one().get(10) == pattern(4, size)
+
+
+def test_a_slice_is_a_part(pair):
+    buffer = pair.offer(3 * MIB, 1)
+    part = buffer.slice(MIB - 5, MIB + 10)
+
+    assert (part.size(), part.slice(5, 5).size()) == (MIB + 10, 5)
+    assert pair.user.read.call_one(part).get(10) == pattern(1, 3 * MIB)[MIB - 5 : 2 * MIB + 5]
+    pair.user.write.call_one(part.slice(5, 10), b"0123456789").get(10)
+    assert pair.holder.content.call_one().get(10)[MIB - 1 : MIB + 11] == (
+        pattern(1, 3 * MIB)[MIB - 1 : MIB] + b"0123456789" + pattern(1, 3 * MIB)[MIB + 10 : MIB + 11]
+    )
+
+
+def test_a_larger_destination_gets_a_prefix_and_a_smaller_source_leaves_the_rest(pair):
+    buffer = pair.offer(100, 1)
+    assert pair.user.read_into_size.call_one(buffer, 120).get(10) == pattern(1, 100) + bytes(20)
+
+    pair.user.write.call_one(buffer, b"abc").get(10)
+    assert pair.holder.content.call_one().get(10) == b"abc" + pattern(1, 100)[3:]
+
+
+def test_a_batch_of_several_buffers_can_be_awaited(pair):
+    buffers = [pair.offer(size, size % 100) for size in (10, 2 * MIB, 500_000, 1)]
+
+    assert pair.user.read_many.call_one(buffers).get(20) == [pattern(b.size() % 100, b.size()) for b in buffers]
+
+
+def test_a_transfer_goes_on_while_the_owner_computes(pair):
+    """The owner holds its interpreter in a loop of pure Python."""
+    buffer = pair.offer(3 * MIB, 2)
+    started, started_receiver = Channel[Any].open()
+    busy = pair.holder.compute.call_one(started)
+    started_receiver.recv().get(10)
+    assert pair.user.read.call_one(buffer).get(20) == pattern(2, 3 * MIB)
+    pair.user.write.call_one(buffer.slice(0, 1), b"\x00").get(20)
+
+    assert busy.get(20) > 0  # what was written is seen by the loop, and ends it
+
+
+def test_atomics(pair):
+    buffer = pair.offer(24)
+    pair.user.write.call_one(buffer, bytes(24)).get(10)
+    word = buffer.slice(8, 8)
+
+    assert pair.user.count.call_one(word, 5).get(10) == [0, 1, 2, 3, 4]
+    assert pair.user.swap.call_one(word, 4, 100).get(10) == 5
+    assert pair.user.swap.call_one(word, 5, 100).get(10) == 5
+    assert pair.holder.content.call_one().get(10) == bytes(8) + (100).to_bytes(8, "little") + bytes(8)
+
+
+def test_the_path_has_a_name_and_a_reason(pair):
+    buffer = pair.offer(10)
+    backend, reason = pair.user.backend.call_one(buffer).get(10)
+
+    assert backend == pair.path
+    assert f"{pair.path} is what rdma_path asks for" in reason
+    assert get_rdma_backend() == pair.path
+
+
+# What is refused
+
+
+def test_sizes_that_do_not_fit_are_refused(pair):
+    buffer = pair.offer(100, 1)
+    with pytest.raises(ActorError, match="ValueError: the destination has 99 bytes, and the buffer 100"):
+        pair.user.read_into_size.call_one(buffer, 99).get(10)
+    with pytest.raises(ActorError, match="ValueError: the source has 101 bytes, and the buffer 100"):
+        pair.user.write.call_one(buffer, bytes(101)).get(10)
+
+    assert pair.holder.content.call_one().get(10) == pattern(1, 100)
+
+
+def test_a_dropped_buffer_cannot_be_used(pair):
+    buffer = pair.offer(100, 1)
+    assert pair.user.read.call_one(buffer).get(10) == pattern(1, 100)
+    pair.holder.drop.call_one().get(10)
+
+    for use in (pair.user.read.call_one(buffer), pair.user.write.call_one(buffer, b"x")):
+        with pytest.raises(ActorError, match=r"BufferDropped: .*the buffer of 100 bytes of .*holder.* cannot be used"):
+            use.get(10)
+    assert pair.holder.content.call_one().get(10) == pattern(1, 100)
+
+
+def test_anybody_may_drop_and_more_than_once(pair):
+    buffer = pair.offer(100)
+    pair.user.drop.call_one(buffer).get(10)
+    pair.user.drop.call_one(buffer).get(10)
+
+    with pytest.raises(ActorError, match="BufferDropped"):
+        pair.user.read.call_one(buffer).get(10)
+
+
+def test_a_read_only_buffer_can_be_read(pair):
+    buffer = pair.holder.offer_read_only.call_one().get(10)
+
+    assert pair.user.read.call_one(buffer).get(10) == b"constant"
+    with pytest.raises(ActorError, match="the buffer is read-only"):
+        pair.user.write.call_one(buffer, b"x").get(10)
+
+
+def test_memory_of_ones_own_must_not_overlap(pair):
+    refused = pair.holder.overlapping.call_one().get(10)
+
+    assert len(refused) == 3
+    assert "overlap by 100 bytes" in refused[0]
+    assert "overlap by 1 bytes" in refused[1]
+
+
+def test_bad_times_and_slices_are_refused_at_the_call(here):
+    buffer = RDMABuffer(bytearray(10))
+    with pytest.raises(OverflowError):
+        buffer.read_into(bytearray(10), timeout=-1)
+    with pytest.raises(ValueError, match="not inside"):
+        buffer.slice(5, 6)
+    with pytest.raises(ValueError, match="drop the whole buffer"):
+        buffer.slice(1, 2).drop()
+    with pytest.raises(ValueError, match="read-only"):
+        buffer.read_into(b"0123456789")
+    with pytest.raises(ValueError, match="empty"):
+        RDMABuffer(b"")
+    with pytest.raises(ValueError, match="atomics work on 8 bytes"):
+        RDMAAction().fetch_add(bytearray(8), buffer, 1)
+
+
+def test_transfers_of_a_batch_must_not_touch_what_another_writes(here):
+    buffer, target = RDMABuffer(bytearray(100)), bytearray(100)
+    action = RDMAAction().read_remote(target, buffer)
+    with pytest.raises(ValueError, match="overlap"):
+        action.read_remote(memoryview(target)[50:], buffer.slice(0, 50))
+    with pytest.raises(ValueError, match="overlap"):
+        action.write_remote(buffer.slice(99, 1), b"x")
+
+    action.submit().get(5)  # what was refused is not in it
+
+
+def test_an_empty_batch_does_nothing(here):
+    RDMAAction().submit().get(0)
+
+
+# References
+
+
+def test_a_reference_is_small_and_equal_to_its_copy(here):
+    buffer = RDMABuffer(bytearray(1000))
+    copy = pickle.loads(pickle.dumps(buffer))
+
+    assert copy == buffer and hash(copy) == hash(buffer)
+    assert len(pickle.dumps(buffer)) < 1200
+    assert copy.owner == buffer.owner and "client" in copy.owner
+    assert "1000 bytes" in repr(copy)
+    assert buffer.slice(0, 10) != buffer
+
+
+def test_memory_lives_until_its_actor_ends(pair):
+    holder = this_host().spawn_procs({"gpus": 1}).spawn("mortal", Holder)
+    buffer = holder.offer.call_one(100, 1, pair.kind).get(10)
+    assert pair.user.read.call_one(buffer).get(10) == pattern(1, 100)
+    ActorMesh.stop(holder).get(10)
+
+    with pytest.raises(ActorError, match="BufferDropped"):
+        pair.user.read.call_one(buffer).get(10)
+
+
+@pytest.mark.parametrize("seen_before", [True, False])
+def test_the_death_of_the_owner_is_told_soon(pair, seen_before):
+    procs = this_host().spawn_procs({"gpus": 1})
+    mortal, worker = procs.spawn("mortal", Holder), procs.spawn("worker", Worker)
+    buffer = mortal.offer.call_one(100, 1, pair.kind).get(10)
+    if seen_before:
+        pair.user.read.call_one(buffer).get(10)
+    os.kill(worker.pid.call_one().get(10), signal.SIGKILL)
+    pair.client.expect_fault("Killed")
+    with pytest.raises(
+        ActorError, match=r"SupervisionError: the process of .*mortal.*, which owns the buffer, is gone"
+    ):
+        pair.user.read.call_one(buffer).get(10)
+    pair.client.expect_fault("Killed")
+
+
+# Memory from `empty`
+
+
+def test_empty_gives_memory_that_is_found_in_the_shared_file(here):
+    view = empty(10_000)
+    assert (view.nbytes, view.readonly, bytes(view)) == (10_000, False, bytes(10_000))
+    assert RDMABuffer(view)._remote.in_file is not None
+    with pytest.raises(ValueError, match="no elements"):
+        empty(0)
+    with pytest.raises(ValueError, match="needs a dtype"):
+        empty((2, 3))
+
+
+def test_empty_arrays(here):
+    import numpy
+
+    array = empty((3, 5), numpy.float32)
+    array[:] = 1.5
+
+    assert (array.shape, array.dtype, array.sum()) == ((3, 5), numpy.float32, 22.5)
+    assert RDMABuffer(array).size() == 60
+
+
+@pytest.mark.torch
+def test_tensors_of_any_shape(here):
+    import torch
+
+    source = torch.arange(12, dtype=torch.bfloat16).reshape(3, 4)
+    target = empty((3, 4), torch.bfloat16)
+    RDMABuffer(source).read_into(target).get(5)
+    assert torch.equal(source, target)
+    with pytest.raises(ValueError, match="not contiguous"):
+        RDMABuffer(source.t())
+
+
+# Which path
+
+
+def test_without_any_path_a_buffer_is_an_error(here, monkeypatch):
+    monkeypatch.setattr("monarch.onesided.transfers.exports", lambda: _NoBook)
+    with (
+        settings.overridden(rdma_path="auto", rdma_allow_tcp_fallback=False),
+        pytest.raises(RuntimeError, match="rdma_allow_tcp_fallback is off"),
+    ):
+        RDMABuffer(bytearray(10))
+
+
+class _NoBook:
+    place = Place("", 1)
+
+
+def test_the_fallback_warns_once_and_names_path_and_setting(pair, monkeypatch):
+    monkeypatch.setattr("monarch.mesh.rdma._warned", False)
+    if rdma.is_ibverbs_available():
+        pytest.skip("there is an RDMA device, so nothing falls back")
+    buffer = pair.offer(10)
+    expected = r"fall back to 'shm'.*rdma_path='shm' silences"
+    with settings.overridden(rdma_path="auto"):
+        with pytest.warns(rdma.RDMATcpFallbackWarning, match=expected) as seen:
+            buffer.read_into(bytearray(10)).get(10)
+            buffer.read_into(bytearray(10)).get(10)
+        assert [warning.filename for warning in seen] == [__file__]
+
+
+def test_is_rdma_available_is_deprecated():
+    with pytest.warns(DeprecationWarning, match="is_ibverbs_available"):
+        assert rdma.is_rdma_available() == rdma.is_ibverbs_available()

@@ -21,7 +21,7 @@ from typing import Any
 from monarch.core.future import Future
 from monarch.core.ids import ProcId, Uid
 from monarch.core.settings import ChannelTransport
-from monarch.errors import ActorError, MonarchError, SupervisionError
+from monarch.errors import ActorError, CallCancelled, DeadlockError, MonarchError, SupervisionError
 from monarch.launch.bootstrap import BootstrapCommand, default_bootstrap_cmd
 from monarch.mesh import actor_config as config
 from monarch.mesh.actor import Actor
@@ -64,9 +64,11 @@ __all__ = [
     "ActorError",
     "ActorMesh",
     "BootstrapCommand",
+    "CallCancelled",
     "Channel",
     "ChannelTransport",
     "Context",
+    "DeadlockError",
     "Endpoint",
     "Extent",
     "Future",

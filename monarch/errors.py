@@ -16,6 +16,8 @@ MonarchError
 │   └── Expired                 the time or hop limit was reached
 ├── ActorError                the code of an endpoint raised; the actor lives on
 ├── SupervisionError          the actor that was asked has failed or was stopped
+├── DeadlockError             a call would wait for itself, through others: it was refused
+├── CallCancelled             the caller gave the call up, with `Future.cancel`
 └── MeshError                 a mesh was used in a way it cannot serve
 ```
 
@@ -24,6 +26,7 @@ Errors travel between processes: they hold plain fields only, and pickle.
 
 from __future__ import annotations
 
+from concurrent.futures import CancelledError
 from typing import Any
 
 
@@ -157,6 +160,27 @@ class SupervisionError(MonarchError, RuntimeError):
         if self.endpoint is None:
             return self.message
         return f"Endpoint call {self.endpoint}() failed, {self.message}"
+
+
+class DeadlockError(MonarchError, RuntimeError):
+    """A call could never have been answered: it waits, through others, for the call that it comes from. It did not run.
+
+    Attributes:
+        cycle: the calls that wait for each other, `module.Class name{'gpus': 0/2}.endpoint`, from the busy actor on.
+    """
+
+    def __init__(self, message: str, cycle: tuple[str, ...] = ()) -> None:
+        super().__init__(message, cycle)
+        self.message = message
+        self.cycle = cycle
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class CallCancelled(MonarchError, CancelledError):
+    """Whoever looks at the future of a call that was cancelled gets this; a `concurrent.futures.CancelledError`, and
+    not asyncio's, which would cancel the task that looks."""
 
 
 class MeshError(MonarchError, RuntimeError):

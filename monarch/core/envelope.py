@@ -48,6 +48,12 @@ class Flag:
     """Stands for a number of its sender's that no message will have."""
     SEQUENCED: Final = 8
     """`seq` counts this sender's messages to this actor; the receiver restores that order."""
+    CHAINED: Final = 128
+    """The last part on the wire is the call's `chain`."""
+
+
+CallKey = tuple[int, int]
+"""A call at the actor that was called: the process that waits for the answer, and the port there."""
 
 
 MESSAGE_TTL: Final = 64
@@ -56,7 +62,8 @@ MESSAGE_TTL: Final = 64
 @define(eq=False)
 class Envelope:
     """One message. `reply_port` is a port of the sender's process, 0 for none; `rank` is the receiver's number in the
-    view that was called, and in a reply the number of the one who replies."""
+    view that was called, and in a reply the number of the one who replies. `chain` are the calls that led to this one
+    (see `serving`); empty for what comes from outside of actors, or has no answer that somebody could wait for."""
 
     kind: int
     dst_proc: int
@@ -70,6 +77,18 @@ class Envelope:
     seq: int = 0
     reply_port: int = 0
     ttl: int = MESSAGE_TTL
+    chain: bytes = b""
+
+    @property
+    def call(self) -> CallKey:
+        return self.src_proc, self.reply_port
+
+    def frame(self) -> list[Buffer]:
+        """As it goes over a link."""
+        if self.chain:
+            self.flags |= Flag.CHAINED
+            return [self.head(), *self.parts, self.chain]
+        return [self.head(), *self.parts]
 
     def head(self) -> bytes:
         return HEAD.pack(
@@ -111,7 +130,7 @@ class Envelope:
             self.dst_proc,
             self.dst_actor,
             parts,
-            self.flags,
+            self.flags & ~Flag.CHAINED,
             self.rank,
             0,
             self.dst_port,
@@ -132,4 +151,12 @@ def parse(frame: list[Buffer]) -> Envelope:
     if len(head) != HEAD.size:
         raise RemoteProtocolError(f"a message head of {len(head)} bytes, not {HEAD.size}")
     kind, flags, ttl, rank, dst_proc, dst_actor, dst_port, src_proc, src_actor, seq, reply = HEAD.unpack(head)
-    return Envelope(kind, dst_proc, dst_actor, dst_port, src_proc, src_actor, frame[1:], flags, rank, seq, reply, ttl)
+    parts = frame[1:]
+    chain = b""
+    if flags & Flag.CHAINED:
+        if not parts:
+            raise RemoteProtocolError("a message without the chain that it announces")
+        chain = bytes(parts.pop())
+    return Envelope(
+        kind, dst_proc, dst_actor, dst_port, src_proc, src_actor, parts, flags, rank, seq, reply, ttl, chain
+    )

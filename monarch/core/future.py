@@ -12,10 +12,12 @@ import threading
 import warnings
 from collections.abc import Callable, Coroutine, Generator
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
 
-from monarch.core.driver import Driver, Signal
+from monarch.core.deadlock import Wait
+from monarch.core.driver import Driver, Signal, _sleep_until_set
 from monarch.core.held import ALL_BUT_INTERRUPT, Held, on_main_thread
+from monarch.errors import CallCancelled
 
 R = TypeVar("R")
 _cell_lock = threading.Lock()  # guards every future's completion and callbacks; held for some instructions only
@@ -39,6 +41,26 @@ def _check_timeout(timeout: float) -> None:
         raise ValueError(text)
 
 
+_EXPLAIN_S: Final = 0.5
+"""How much longer a wait whose time is over may take to find out what it waited for; never more than that time."""
+
+
+class Call(Protocol):
+    """The call that a future is the result of, as long as that is pending."""
+
+    def wait_of(self, future: Future[Any]) -> Wait | None:
+        """Where the endpoint that made the call notes that it waits for that future; None when none did."""
+        ...
+
+    def explain(self, limit_s: float) -> str:
+        """What is waited for, and what keeps it, for the text of a TimeoutError. Asks the callee, `limit_s` at most."""
+        ...
+
+    def cancel(self) -> bool:
+        """Give the call up; False when it was too late."""
+        ...
+
+
 class Future(Generic[R]):
     """The result of a call. Made by the library; constructing one is a TypeError.
 
@@ -46,6 +68,7 @@ class Future(Generic[R]):
     thread and loop, gets the same value or the same exception object. A time-out neither cancels nor consumes.
     """
 
+    _call: Call | None
     _callbacks: list[Callable[[], object]] | None
     _done: bool
     _driver: Driver | None
@@ -58,6 +81,7 @@ class Future(Generic[R]):
 
     __slots__ = (
         "__weakref__",
+        "_call",
         "_callbacks",
         "_done",
         "_driver",
@@ -73,11 +97,15 @@ class Future(Generic[R]):
         raise TypeError("futures come from calls; they cannot be constructed")
 
     @classmethod
-    def _pending(cls, driver: Driver | None, explain: Callable[[], str] | None = None) -> Future[R]:
-        """A future that nobody has completed. `explain` says what is waited for, for the text of a TimeoutError."""
+    def _pending(
+        cls, driver: Driver | None, explain: Callable[[], str] | None = None, call: Call | None = None
+    ) -> Future[R]:
+        """A future that nobody has completed. `explain` says what is waited for, for the text of a TimeoutError, where
+        it is not the result of a `call`."""
         self = cls.__new__(cls)
         self._driver = driver
         self._explain = explain
+        self._call = call
         self._done = False
         self._thunk = None
         self._resolving = None
@@ -119,6 +147,7 @@ class Future(Generic[R]):
                 return False
             self._thunk = thunk
             self._done = True
+            self._call = None  # it has this future, too
             callbacks, self._callbacks = self._callbacks, None
         if callbacks is not None:
             for callback in callbacks:
@@ -146,6 +175,28 @@ class Future(Generic[R]):
         with _cell_lock:
             if self._callbacks is not None and callback in self._callbacks:
                 self._callbacks.remove(callback)
+
+    # ---- giving up
+
+    def cancel(self) -> bool:
+        """Give the call up. Whoever waits for this future, now or later, gets `CallCancelled`.
+
+        A call that has not begun will not run. An async endpoint is cancelled at its next `await`, as an asyncio task
+        is; a sync one runs on, and may look at `context().cancelled`. The actor lives on in any case, and an answer
+        that comes later is dropped. Futures of a `stream` are cancelled together.
+
+        Returns:
+            False when there was nothing to cancel: the result is there, or this is not the future of a call.
+        """
+        call = self._call
+        return call is not None and not self._done and call.cancel()
+
+    def cancelled(self) -> bool:
+        """Whether `cancel` has ended it."""
+        return self._done and isinstance(self.exception(0), CallCancelled)
+
+    def _give_up(self, what: str) -> bool:
+        return self._fail(CallCancelled(f"{what} was cancelled by its caller"))
 
     # ---- observation, by anybody
 
@@ -192,15 +243,25 @@ class Future(Generic[R]):
             return True
         signal = Signal()
         self._on_done(signal.notify)
-        if self._driver is not None:
-            done = self._driver.wait(signal, timeout)
-        else:
-            from monarch.core.driver import _sleep_until_set
-
-            done = _sleep_until_set(signal, timeout)
+        call = self._call
+        wait = None if call is None else call.wait_of(self)
+        if wait is not None:
+            wait.begin(None)
+        try:
+            driver = self._driver
+            done = driver.wait(signal, timeout) if driver is not None else _sleep_until_set(signal, timeout)
+        finally:
+            if wait is not None:
+                wait.end(None)
         if not done:
             self._discard_callback(signal.notify)
         return done
+
+    def _waited_for(self, timeout_s: float) -> str:
+        call = self._call
+        if call is not None:
+            return f" for {call.explain(min(timeout_s, _EXPLAIN_S))}"
+        return f" for {self._explain()}" if self._explain is not None else ""
 
     def get(self, timeout: float | None = None) -> R:
         """Block until the result is there, and return it or raise its exception.
@@ -210,7 +271,9 @@ class Future(Generic[R]):
 
         Raises:
             ValueError: `timeout` is negative, infinite or NaN; TypeError where it is no number at all.
-            TimeoutError: it was not there in time; the future can be waited for again.
+            TimeoutError: it was not there in time; the future can be waited for again. The text says what the actor
+                that was called is doing. To find out may take half a second more, unless `timeout` is shorter.
+            DeadlockError: the call waits for the very endpoint that waits for it here.
         """
         if timeout is not None:
             _check_timeout(timeout)
@@ -222,8 +285,8 @@ class Future(Generic[R]):
                     stacklevel=2,
                 )
             if not self._wait(timeout):
-                what = f" for {self._explain()}" if self._explain is not None else ""
-                raise TimeoutError(f"no result within {timeout:g} s{what}")
+                assert timeout is not None
+                raise TimeoutError(f"no result within {timeout:g} s{self._waited_for(timeout)}")
         return self._resolve()
 
     result = get
@@ -243,8 +306,18 @@ class Future(Generic[R]):
     def __await__(self) -> Generator[Any, None, R]:
         if asyncio._get_running_loop() is None:
             raise ValueError("a future can be awaited only inside a running event loop; use .get() here")
+        call = self._call
         if not self._done:
-            yield from self._bridge().__await__()
+            wait = None if call is None else call.wait_of(self)
+            if wait is None:
+                yield from self._bridge().__await__()
+            else:
+                task = asyncio.current_task()
+                wait.begin(task)
+                try:
+                    yield from self._bridge().__await__()
+                finally:
+                    wait.end(task)
         return self._resolve()
 
     def _bridge(self) -> asyncio.Future[None]:

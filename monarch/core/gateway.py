@@ -215,7 +215,7 @@ class Gateway:
             if proc is None or self._keeps(proc):
                 return Down("unreachable", "no gateway on its way knows the destination process")
             peer = self.connect(proc)
-        down = peer.send([envelope.head(), *envelope.parts])
+        down = peer.send(envelope.frame())
         if down is not None:
             return down
         if peer.state is State.NEW and peer.dialing is None:

@@ -21,7 +21,6 @@ import asyncio
 import contextvars
 import itertools
 import threading
-import time
 import traceback
 import weakref
 from collections.abc import Callable, Coroutine
@@ -29,14 +28,14 @@ from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from monarch.core import exceptions
+from monarch.core import deadlock, exceptions
 from monarch.core.driver import Signal
-from monarch.core.envelope import Envelope, Flag
+from monarch.core.envelope import CallKey, Envelope, Flag
 from monarch.core.ids import ActorId
 from monarch.core.loop import ActorLoop, hidden_loop
 from monarch.core.mailbox import Mailbox
 from monarch.core.monitor import Down
-from monarch.core.serving import ActorState, Running, Served
+from monarch.core.serving import ActorState, Served
 from monarch.core.stacks import Stack, waiting_tasks
 from monarch.log import get_logger
 
@@ -96,6 +95,10 @@ class Behavior(Protocol):
         """A call that will not be served any more (or whose service was broken off): tell its sender."""
         ...
 
+    def endpoint_of(self, envelope: Envelope) -> str:
+        """The name of the endpoint that a call is for. From any thread."""
+        ...
+
     def release(self, down: Down) -> None:
         """Stop what the actor owns; blocks, bounded."""
         ...
@@ -136,6 +139,8 @@ class Instance(Sender):
         """What the behavior runs now, the oldest first; kept by the behavior, on the actor's thread."""
         self.thread_id = 0
         """Identity of the thread that runs it; 0 before."""
+        self._served_numbers = itertools.count(1)
+        self._cancelled: set[CallKey] = set()
         self._behavior: Behavior
         self._loop: ActorLoop
         self._current: asyncio.Task[Any] | None = None
@@ -148,7 +153,28 @@ class Instance(Sender):
 
     def post(self, envelope: Envelope) -> Down | None:
         """Queue a call; returns why it is refused, if it is."""
-        return self.mailbox.put(envelope)
+        down = self.mailbox.put(envelope)
+        if envelope.chain and down is None:
+            deadlock.suspect(self, envelope)
+        return down
+
+    def cancel(self, call: CallKey) -> None:
+        """Its caller has given it up: take it out of the queue, or interrupt the endpoint at its next await. A sync one
+        finds it in `Served.cancelled`."""
+        # First the mark, then the look into the queue: the actor's thread takes from there, then looks for marks.
+        self._cancelled.add(call)
+        if self.mailbox.withdraw(call) is not None:
+            self._cancelled.discard(call)
+        else:
+            self.mailbox.control(lambda: self._interrupt(call))
+
+    @property
+    def engaged(self) -> bool:
+        """Whether the call that was queued last has to wait for others."""
+        return self._current_envelope is not None or len(self.mailbox) > 1 or self.state is State.BORN
+
+    def is_cancelled(self, call: CallKey) -> bool:
+        return call in self._cancelled
 
     def post_control(self, action: Callable[[], None]) -> None:
         self.mailbox.control(action)
@@ -168,7 +194,31 @@ class Instance(Sender):
         self.mailbox.close(down)
         self.mailbox.control(lambda: self._end(down))
 
+    @property
+    def member(self) -> str:
+        """As people know it."""
+        return self.actor_id.name
+
+    def endpoint_of(self, envelope: Envelope) -> str:
+        return self._behavior.endpoint_of(envelope)
+
     # ---- on the actor's thread
+
+    def next_served(self) -> int:
+        return next(self._served_numbers)
+
+    def finished(self, served: Served) -> None:
+        """The behavior is through with a call."""
+        self.serving.remove(served)
+        if self._cancelled:
+            self._cancelled.discard(served.call)
+
+    def _interrupt(self, call: CallKey) -> None:
+        for served in self.serving:
+            if served.call == call and served.task is not None:
+                served.task.cancel()
+                return
+        self._cancelled.discard(call)  # it is over, or never came
 
     def cut_off(self) -> None:
         """End at once, without release or cleanup, as if the process had been killed."""
@@ -243,6 +293,10 @@ class Instance(Sender):
 
     def _serve(self, envelope: Envelope) -> None:
         self._current_envelope = envelope
+        if self._cancelled and envelope.call in self._cancelled:
+            self._cancelled.discard(envelope.call)
+            self._current_envelope = None
+            return
         try:
             outcome = self._behavior.handle(envelope)
         except BaseException as error:
@@ -361,8 +415,7 @@ class Instance(Sender):
 
     def snapshot(self) -> ActorState:
         """What this actor does right now. From any thread; never waits."""
-        now_s = time.time()
-        running = tuple(Running(each.endpoint, each.since_s, now_s - each.since_s) for each in list(self.serving))
+        running = tuple(each.running() for each in tuple(self.serving))
         return ActorState(self.actor_id.name, self.actor_id.number, self.state.value, running, len(self.mailbox))
 
     def waiting(self) -> tuple[Stack, ...]:

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 
 from monarch.core.driver import Signal
-from monarch.core.envelope import Envelope, Flag
+from monarch.core.envelope import CallKey, Envelope, Flag
 from monarch.core.monitor import Down
 
 
@@ -70,6 +70,27 @@ class Mailbox:
     def take(self) -> Envelope | None:
         return self._calls.popleft() if self._calls else None
 
+    def place(self, call: CallKey) -> int | None:
+        """How many are ahead of a call in the queue; None when it is not there."""
+        return next((at for at, each in enumerate(list(self._calls)) if each.call == call), None)
+
+    def withdraw(self, call: CallKey) -> Envelope | None:
+        """Take a call out of the queue; None when it is not there (any more). From any thread."""
+        with self._lock:
+            for each in list(self._calls):
+                if each.call == call:
+                    try:
+                        self._calls.remove(each)
+                    except ValueError:  # the actor was quicker
+                        return None
+                    return each
+            for waiting in self._waiting.values():
+                for late in waiting.values():
+                    if late.call == call and not late.flags & Flag.SKIP:
+                        late.flags |= Flag.SKIP  # its number still counts
+                        return late
+        return None
+
     def close(self, down: Down) -> None:
         """Refuse what comes from now on, with `down`; what is queued stays, to be drained."""
         with self._lock:
@@ -83,7 +104,7 @@ class Mailbox:
             left = list(self._calls)
             self._calls.clear()
             for waiting in self._waiting.values():
-                left.extend(waiting.values())
+                left.extend(late for late in waiting.values() if not late.flags & Flag.SKIP)
             self._waiting.clear()
         return left
 

@@ -14,9 +14,9 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
-from monarch.core import codec, exceptions
+from monarch.core import codec, exceptions, inquiries
 from monarch.core.driver import make_driver
-from monarch.core.envelope import MESSAGE_TTL, Envelope, Flag, Kind
+from monarch.core.envelope import MESSAGE_TTL, CallKey, Envelope, Flag, Kind
 from monarch.core.future import Future
 from monarch.core.gateway import Gateway, Limits, PeerGone
 from monarch.core.ids import ActorId, ProcId
@@ -91,6 +91,7 @@ class Proc:
             limits=limits,
         )
         self.key = proc_id.key
+        inquiries.install(self)
 
     @property
     def proc_id(self) -> ProcId:
@@ -144,6 +145,12 @@ class Proc:
         parts = codec.encode(message)
         envelope = Envelope(Kind.SYSTEM, proc.key, agent, 0, self.key, PROC_AGENT, parts, Flag.SILENT)
         self.send(envelope, proc, may_wait=False)
+
+    def tell_known(self, key: int, *message: Any) -> None:
+        """As `tell`, to a process from which messages have come."""
+        parts = codec.encode(message)
+        envelope = Envelope(Kind.SYSTEM, key, PROC_AGENT, 0, self.key, PROC_AGENT, parts, Flag.SILENT)
+        self.send(envelope, None, may_wait=False)
 
     def answer(self, envelope: Envelope, *message: Any) -> None:
         """Answer a request."""
@@ -210,6 +217,13 @@ class Proc:
             held = self._unborn.pop(number, [])
         for envelope in held:
             self.bounce(envelope, down)
+
+    def withdraw_unborn(self, number: int, call: CallKey) -> None:
+        """A call to an actor that is not there yet has been given up."""
+        with self._lock:
+            for envelope in self._unborn.get(number, ()):
+                if envelope.call == call:
+                    envelope.flags |= Flag.SKIP  # its number still counts
 
     def never_born(self, number: int, down: Down) -> None:
         """An actor of that number will not be made: messages for it that came early go back."""

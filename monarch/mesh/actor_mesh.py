@@ -121,14 +121,13 @@ class ActorMesh(MeshView, Generic[A]):
 
         Raises (the future): RuntimeError "error spawning actor mesh ...", when one could not be.
         """
-        owner = context().actor_instance
-        runtime = owner.proc_runtime
-        members = ActorMesh._members(self, "__init__")
-        reply: MeshReply[None] = MeshReply(runtime, members)
+        here = context()
+        owner = here.actor_instance
+        reply: MeshReply[None] = MeshReply(here, ActorMesh._members(self, "__init__"))
         extent = self._region.extent
         description = describe_call(READY, extent._labels, extent._sizes)
-        ActorMesh._cast(self, owner, [description, *codec.encode_call((), {})], reply.number)
-        result: Future[None] = Future._pending(runtime.driver, members.pending_text)
+        ActorMesh._cast(self, owner, [description, *codec.encode_call((), {})], reply.number, None, reply.chain)
+        result: Future[None] = Future._pending(owner.proc_runtime.driver, call=reply.future._call)
 
         def ready() -> None:
             try:
@@ -161,27 +160,40 @@ class ActorMesh(MeshView, Generic[A]):
         def describe(position: int) -> Member:
             return describe_member(class_name, name, whole, bases[position])
 
-        return Members([key for key, _ in self._targets], describe, name, method, self._region)
+        return Members(self._number, self._targets, describe, name, method, self._region)
 
     def _cast(
-        self, sender: Spawner, parts: list[Any], reply_port: int, only: int | None = None, *, may_wait: bool = True
+        self,
+        sender: Spawner,
+        parts: list[Any],
+        reply_port: int,
+        only: int | None = None,
+        chain: bytes = b"",
+        *,
+        may_wait: bool = True,
     ) -> None:
         """Send a CALL to every member, or `only` to the one at that position. The sender's order per member is given
-        here, before anything is sent."""
+        here, before anything is sent. `chain`: the calls that it comes from (`core.serving`)."""
         targets = self._targets if only is None else self._targets[only : only + 1]
         first = only or 0
         if on_main_thread():
             # An exception from a signal's handler between a number and its message would leave a hole in the order.
             with Held():
-                self._send_all(sender, parts, reply_port, targets, first)
+                self._send_all(sender, parts, reply_port, targets, first, chain)
         else:
-            self._send_all(sender, parts, reply_port, targets, first)
+            self._send_all(sender, parts, reply_port, targets, first, chain)
         if may_wait:
             for key, _ in targets:
                 sender.proc_runtime.wait_for_room(key)
 
     def _send_all(
-        self, sender: Spawner, parts: list[Any], reply_port: int, targets: Sequence[tuple[int, ProcId]], first: int
+        self,
+        sender: Spawner,
+        parts: list[Any],
+        reply_port: int,
+        targets: Sequence[tuple[int, ProcId]],
+        first: int,
+        chain: bytes,
     ) -> None:
         runtime = sender.proc_runtime
         own, source, number = runtime.key, sender.actor_id.number, self._number
@@ -193,6 +205,7 @@ class ActorMesh(MeshView, Generic[A]):
             seq = sender.next_seq(key, number)
             try:
                 call = Envelope(Kind.CALL, key, number, 0, own, source, each, Flag.SEQUENCED, rank, seq, reply_port)
+                call.chain = chain
                 runtime.send(call, proc, may_wait=False)
             except BaseException:
                 # Later messages must not wait for the number of one that is not on its way.

@@ -13,6 +13,7 @@ from monarch.core.ids import ActorId, ProcId
 from monarch.core.instance import Instance as CoreInstance
 from monarch.core.instance import Sender
 from monarch.core.monitor import Down
+from monarch.core.serving import Served
 from monarch.mesh.lines import Origin
 from monarch.mesh.shape import Extent, Point
 
@@ -174,6 +175,19 @@ class Context:
 
     actor_instance: Spawner
     message_rank: Point
+    _served: Served | None = None
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether the caller has given up the call that is being served, with `Future.cancel`. For sync endpoints that
+        take long, to look at from time to time; what they return is dropped."""
+        return self._served is not None and self._served.cancelled
+
+    @property
+    def caller(self) -> Served | None:
+        """The endpoint that a call comes from which is made now; None outside of any, or once it is through."""
+        served = self._served
+        return served if served is not None and served.going_on else None
 
 
 _context: contextvars.ContextVar[Context | None] = contextvars.ContextVar("monarch_context", default=None)

@@ -65,12 +65,12 @@ class ActorBehavior:
 
     def construct(self) -> Down | None:
         instance = self._instance
-        _context.set(Context(instance, instance.rank))
         prefix_log_records()
         body, self._body = self._body, None
         assert body is not None
-        served = Served("__init__", None)
+        served = Served(instance, "__init__")
         instance.serving.append(served)
+        _context.set(Context(instance, instance.rank, served))
         try:
             (cls, *args), kwargs = codec.decode(body)
             self._class = class_of(cls)
@@ -79,7 +79,7 @@ class ActorBehavior:
         except BaseException as error:
             return self._failed(f"{instance.class_name}.__init__() raised", error)
         finally:
-            instance.serving.remove(served)
+            instance.finished(served)
         return None
 
     def _failed(self, what: str, error: BaseException) -> Down:
@@ -96,21 +96,25 @@ class ActorBehavior:
             port = self._port(envelope, extra)
         except Exception as error:
             return self._reply_error(envelope, None, error)
-        context = Context(self._instance, Point(envelope.rank, extent))
-        _context.set(context)
         if name == READY:
             self._reply(envelope, port, None)
             return None
+        instance = self._instance
         try:
             spec = self._spec(name, extra)
+            served = Served(instance, name, envelope, not spec.concurrent)
+            _context.set(Context(instance, Point(envelope.rank, extent), served))
             args, kwargs = codec.decode(envelope.parts[1:])
             if spec.sends_itself:
                 args = (self._handed_out(envelope, port), *args)
         except Exception as error:
             return self._reply_error(envelope, port, error)
         if spec.is_async:
-            return Waiting(self._run_async(envelope, spec, port, args, kwargs), spec.concurrent)
-        return self._run_sync(envelope, spec, port, args, kwargs)
+            return Waiting(self._run_async(served, envelope, spec, port, args, kwargs), spec.concurrent)
+        return self._run_sync(served, envelope, spec, port, args, kwargs)
+
+    def endpoint_of(self, envelope: Envelope) -> str:
+        return self._describe(bytes(envelope.parts[0]))[0]
 
     def _handed_out(self, envelope: Envelope, port: Port[Any] | None) -> Port[Any]:
         """The reply port of a method that replies itself. What it still owes when the actor ends, is refused then."""
@@ -155,9 +159,8 @@ class ActorBehavior:
         return Port(port, envelope.rank, self._instance)
 
     def _run_sync(
-        self, envelope: Envelope, spec: EndpointSpec, port: Port[Any] | None, args: Any, kwargs: Any
+        self, served: Served, envelope: Envelope, spec: EndpointSpec, port: Port[Any] | None, args: Any, kwargs: Any
     ) -> Down | None:
-        served = Served(spec.name, envelope)
         self._instance.serving.append(served)
         loop = asyncio._get_running_loop()
         asyncio._set_running_loop(None)
@@ -172,15 +175,15 @@ class ActorBehavior:
             return self._failed(f"endpoint {spec.name} raised", error)
         finally:
             asyncio._set_running_loop(loop)
-            self._instance.serving.remove(served)
+            self._instance.finished(served)
         if not spec.sends_itself:
             return self._reply(envelope, port, result)
         return None
 
     async def _run_async(
-        self, envelope: Envelope, spec: EndpointSpec, port: Port[Any] | None, args: Any, kwargs: Any
+        self, served: Served, envelope: Envelope, spec: EndpointSpec, port: Port[Any] | None, args: Any, kwargs: Any
     ) -> Down | None:
-        served = Served(spec.name, envelope)
+        served.task = asyncio.current_task()
         self._instance.serving.append(served)
         try:
             result = await spec.method(self._actor, *args, **kwargs)
@@ -192,13 +195,16 @@ class ActorBehavior:
             self._end_if_forked(error)
             if isinstance(error, asyncio.CancelledError) and self._instance.down is not None:
                 raise  # the actor is ending
+            if isinstance(error, asyncio.CancelledError) and served.cancelled:
+                self._owed.discard(envelope)
+                return None
             if spec.concurrent and port is not None and not spec.sends_itself:
                 wrapped = RuntimeError(f"the endpoint failed with a BaseException: {exceptions.type_name(error)}")
                 wrapped.__cause__ = error
                 return self._reply_error(envelope, port, wrapped)
             return self._broken(envelope, spec, error)
         finally:
-            self._instance.serving.remove(served)
+            self._instance.finished(served)
         if not spec.sends_itself:
             return self._reply(envelope, port, result)
         return None

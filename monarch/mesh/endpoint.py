@@ -12,14 +12,24 @@ import pickle
 import random
 import types
 from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, Protocol, TypeVar, overload
 
 from attrs import define
 
 from monarch.core import codec
 from monarch.core.future import Future
-from monarch.mesh.context import context
-from monarch.mesh.port import MeshReply, OneReply, Port, StreamReply
+from monarch.mesh.context import Context, context
+from monarch.mesh.port import (
+    CallSink,
+    FailFastReply,
+    Members,
+    MeshReply,
+    OneReply,
+    Port,
+    SettledReply,
+    StreamReply,
+)
 from monarch.mesh.value_mesh import ValueMesh
 
 if TYPE_CHECKING:
@@ -28,6 +38,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 A = TypeVar("A")
+S = TypeVar("S", bound=CallSink)
 
 Propagator = Callable[..., Any] | Literal["cached", "inspect", "mocked"] | None
 
@@ -271,16 +282,33 @@ class Endpoint(Generic[P, R]):
         self._spec.check(args, kwargs)
         return [self._description, *codec.encode_call(args, kwargs)]
 
+    def _ask(self, make: Callable[[Context, Members], S], args: Any, kwargs: Any, only: int | None = None) -> S:
+        """Send to all members, or to `only` one, and return the sink that collects their replies."""
+        parts = self._encode(args, kwargs)
+        here = context()
+        reply = make(here, self._members)
+        self._mesh._cast(here.actor_instance, parts, reply.number, only, reply.chain)
+        return reply
+
     def call(self, /, *args: P.args, **kwargs: P.kwargs) -> Future[ValueMesh[R]]:
         """Call all members; the result has the view's shape.
 
         Resolves when all have replied; if any replied with an exception, raises that of the lowest-numbered one, as
         ActorError. A member that is gone fails it at once, with SupervisionError.
         """
-        parts = self._encode(args, kwargs)
-        sender = context().actor_instance
-        reply: MeshReply[R] = MeshReply(sender.proc_runtime, self._members)
-        self._mesh._cast(sender, parts, reply.number)
+        reply: MeshReply[R] = self._ask(MeshReply, args, kwargs)
+        return reply.future
+
+    def call_fail_fast(self, /, *args: P.args, **kwargs: P.kwargs) -> Future[ValueMesh[R]]:
+        """As `call`, and raises the first exception as soon as it arrives, without waiting for the other members. Those
+        go on, and their replies are dropped."""
+        reply: FailFastReply[R] = self._ask(FailFastReply, args, kwargs)
+        return reply.future
+
+    def call_settled(self, /, *args: P.args, **kwargs: P.kwargs) -> Future[ValueMesh[R | BaseException]]:
+        """As `call`, and loses no result: resolves when each member has replied or is gone. The value of a member that
+        failed is its error, an ActorError or a SupervisionError."""
+        reply: SettledReply[R] = self._ask(SettledReply, args, kwargs)
         return reply.future
 
     def call_one(self, /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
@@ -289,34 +317,24 @@ class Endpoint(Generic[P, R]):
         Raises:
             ValueError: the view has not exactly one member.
         """
-        mesh = self._mesh
-        if mesh._region._slice._len != 1:
+        size = self._mesh._region._slice._len
+        if size != 1:
             raise ValueError(
-                f"call_one of {self._spec.name!r} requires exactly 1 actor, but mesh has {mesh._region._slice._len}; "
+                f"call_one of {self._spec.name!r} requires exactly 1 actor, but mesh has {size}; "
                 "take a slice, or use call()"
             )
-        parts = self._encode(args, kwargs)
-        sender = context().actor_instance
-        reply: OneReply[R] = OneReply(sender.proc_runtime, self._members)
-        mesh._cast(sender, parts, reply.number)
+        reply: OneReply[R] = self._ask(OneReply, args, kwargs)
         return reply.future
 
     def choose(self, /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Call one member, drawn at random for each call."""
-        mesh = self._mesh
-        rank = _drawn(mesh, self._spec.name)
-        parts = self._encode(args, kwargs)
-        sender = context().actor_instance
-        reply: OneReply[R] = OneReply(sender.proc_runtime, self._members, rank)
-        mesh._cast(sender, parts, reply.number, rank)
+        rank = _drawn(self._mesh, self._spec.name)
+        reply: OneReply[R] = self._ask(partial(OneReply, rank=rank), args, kwargs, rank)
         return reply.future
 
     def stream(self, /, *args: P.args, **kwargs: P.kwargs) -> Iterator[Future[R]]:
         """Call all members, at once; the i-th future of the iterator is the i-th reply to arrive."""
-        parts = self._encode(args, kwargs)
-        sender = context().actor_instance
-        reply: StreamReply[R] = StreamReply(sender.proc_runtime, self._members)
-        self._mesh._cast(sender, parts, reply.number)
+        reply: StreamReply[R] = self._ask(StreamReply, args, kwargs)
         return iter(reply.futures)
 
     def broadcast(self, /, *args: P.args, **kwargs: P.kwargs) -> None:
@@ -439,7 +457,8 @@ class Accumulator(Generic[A, R]):
     def accumulate(self, *args: Any, **kwargs: Any) -> Future[A]:
         """Call all members, and fold their replies."""
         futures = list(self._endpoint.stream(*args, **kwargs))
-        result: Future[A] = Future._pending(context().actor_instance.proc_runtime.driver)
+        call = futures[-1]._call if futures else None
+        result: Future[A] = Future._pending(context().actor_instance.proc_runtime.driver, call=call)
 
         def fold() -> A:
             value = self._identity

@@ -13,14 +13,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
-from monarch.core import codec, exceptions
+from monarch.core import codec, exceptions, inquiries
+from monarch.core.deadlock import Wait
 from monarch.core.envelope import Envelope, Flag, Kind
 from monarch.core.future import Future, Outcome
-from monarch.core.ids import ActorId, PortId
+from monarch.core.ids import ActorId, PortId, ProcId
 from monarch.core.monitor import Down
 from monarch.core.proc import Proc
 from monarch.errors import ActorError
-from monarch.mesh.context import Spawner, context
+from monarch.mesh import pending
+from monarch.mesh.context import Context, Spawner, context
 from monarch.mesh.shape import Region
 from monarch.mesh.value_mesh import ValueMesh
 from monarch.supervision.failure import Fate, Member, call_failed
@@ -255,18 +257,31 @@ def _open(once: bool, ranked: bool) -> tuple[Port[Any], PortReceiver[Any]]:
 
 
 class Members:
-    """Who was called: what a reply sink must know to put a failure into words."""
+    """Who was called: what a reply sink must know to put a failure into words, and to reach them again."""
 
-    __slots__ = ("describe", "keys", "mesh_name", "method", "region")
+    __slots__ = ("describe", "keys", "mesh_name", "method", "number", "procs", "region")
 
     def __init__(
-        self, keys: Sequence[int], describe: Callable[[int], Member | str], mesh_name: str, method: str, region: Region
+        self,
+        number: int,
+        targets: Sequence[tuple[int, ProcId | None]],
+        describe: Callable[[int], Member | str],
+        mesh_name: str,
+        method: str,
+        region: Region,
     ) -> None:
-        self.keys = keys  # [rank in the view] -> process key
+        self.number = number  # of the actor, in each process
+        self.keys = [key for key, _ in targets]  # [rank in the view] -> process key
+        self.procs = [proc for _, proc in targets]  # [rank in the view]; None: the call has not been sent yet
         self.describe = describe  # rank in the view -> who that is
         self.mesh_name = mesh_name
         self.method = method
         self.region = region
+
+    def like(self, other: Members) -> None:
+        """Be as `other`, for subclasses."""
+        for name in Members.__slots__:
+            setattr(self, name, getattr(other, name))
 
     def call_text(self, rank: int) -> str:
         return f"Actor call {self.describe(rank)}.{self.method} failed."
@@ -275,115 +290,221 @@ class Members:
         base = self.region.slice()[rank]
         return call_failed(self.describe(rank), base, self.mesh_name, down, f"{self.mesh_name}.{self.method}", fate)
 
-    def pending_text(self) -> str:
-        return f"the answer of {self.mesh_name}.{self.method}() on {len(self.keys)} actor(s)"
 
+class CallSink:
+    """What the reply port of a call stands for; the `Call` of its futures (see `core.future`)."""
 
-class OneReply(Generic[R]):
-    """The reply port of a call to a single member, which has `rank` in the view."""
+    __slots__ = ("_members", "_number", "_runtime", "chain", "wait")
 
-    __slots__ = ("_members", "_number", "_rank", "_runtime", "future")
-
-    def __init__(self, runtime: Proc, members: Members, rank: int = 0) -> None:
-        self._runtime, self._members, self._rank = runtime, members, rank
-        self._number = number = runtime.new_port()
-        self.future: Future[R] = Future._pending(runtime.driver, members.pending_text)
-        runtime.ports[number] = self
+    def __init__(self, here: Context, members: Members) -> None:
+        self._runtime = runtime = here.actor_instance.proc_runtime
+        self._members = members
+        self._number = runtime.new_port()
+        self.chain = b""  # for the message
+        self.wait: Wait | None = None
+        caller = here.caller
+        if caller is not None:
+            self.chain = caller.chain()
+            self.wait = Wait(caller)
 
     @property
     def number(self) -> int:
         return self._number
 
-    def deliver(self, envelope: Envelope) -> None:
+    def _open(self) -> None:
+        """The last of the constructor: replies may come."""
+        self._runtime.ports[self._number] = self
+
+    def _close(self) -> None:
         self._runtime.ports.pop(self._number, None)
+
+    def _left(self) -> list[int]:
+        """The ranks that have not answered."""
+        raise NotImplementedError
+
+    def _give_up(self, what: str) -> bool:
+        """Complete all futures as cancelled; False when there was none left."""
+        raise NotImplementedError
+
+    def deliver(self, envelope: Envelope) -> None:
+        raise NotImplementedError
+
+    def bounced(self, envelope: Envelope, down: Down) -> None:
+        raise NotImplementedError
+
+    def proc_gone(self, key: int, down: Down) -> None:
+        raise NotImplementedError
+
+    def wait_of(self, future: Future[Any]) -> Wait | None:
+        return self.wait
+
+    def explain(self, limit_s: float) -> str:
+        return pending.explain(self._runtime, self._members, self._number, self._left(), limit_s)
+
+    def cancel(self) -> bool:
+        members, left = self._members, self._left()
+        self._close()
+        if not self._give_up(f"the call {members.mesh_name}.{members.method}()"):
+            return False
+        for rank in left:
+            proc = members.procs[rank]
+            if proc is not None:
+                inquiries.cancel(self._runtime, proc, members.number, self._number)
+        return True
+
+
+class OneReply(CallSink, Generic[R]):
+    """The reply port of a call to a single member, which has `rank` in the view."""
+
+    __slots__ = ("_rank", "future")
+
+    def __init__(self, here: Context, members: Members, rank: int = 0) -> None:
+        super().__init__(here, members)
+        self._rank = rank
+        self.future: Future[R] = Future._pending(self._runtime.driver, call=self)
+        self._open()
+
+    def _left(self) -> list[int]:
+        return [self._rank]
+
+    def _give_up(self, what: str) -> bool:
+        return self.future._give_up(what)
+
+    def deliver(self, envelope: Envelope) -> None:
+        self._close()
         self.future._complete(lambda: decode_value(envelope, self._members.call_text))
 
     def bounced(self, envelope: Envelope, down: Down) -> None:
-        self._runtime.ports.pop(self._number, None)
+        self._close()
         self.future._fail(self._members.error(self._rank, down, fate_of(envelope)))
 
     def proc_gone(self, key: int, down: Down) -> None:
-        if self._members.keys[self._rank] == key:
-            self._runtime.ports.pop(self._number, None)
+        if key == self._members.keys[self._rank]:
+            self._close()
             self.future._fail(self._members.error(self._rank, down))
 
 
-class MeshReply(Generic[R]):
-    """The reply port of a call to all members: completes when each has replied, or one is known to be gone."""
+class MeshReply(CallSink, Generic[R]):
+    """The reply port of a call to all members. The future is complete when all have answered, or one is gone; then it
+    raises the error of the lowest rank."""
 
-    __slots__ = ("_failed", "_left", "_lock", "_members", "_number", "_replies", "_runtime", "future")
-
-    def __init__(self, runtime: Proc, members: Members) -> None:
-        self._runtime, self._members = runtime, members
-        self._replies: list[Envelope | None] = [None] * len(members.keys)
-        self._left = len(members.keys)
+    def __init__(self, here: Context, members: Members) -> None:
+        super().__init__(here, members)
+        self._outcomes: list[Envelope | Exception | None] = [None] * len(members.keys)
+        self._missing = len(members.keys)
         self._lock = threading.Lock()
-        self._number = number = runtime.new_port()
-        self.future: Future[ValueMesh[R]] = Future._pending(runtime.driver, members.pending_text)
-        runtime.ports[number] = self
-        if not self._left:
+        self.future: Future[ValueMesh[R]] = Future._pending(self._runtime.driver, call=self)
+        self._open()
+        if not self._missing:
             self._finish()
 
-    @property
-    def number(self) -> int:
-        return self._number
+    def _left(self) -> list[int]:
+        return [rank for rank, outcome in enumerate(self._outcomes) if outcome is None]
+
+    def _give_up(self, what: str) -> bool:
+        return self.future._give_up(what)
 
     def deliver(self, envelope: Envelope) -> None:
-        rank = envelope.rank
+        self._note(envelope.rank, envelope)
+
+    def bounced(self, envelope: Envelope, down: Down) -> None:
+        self._gone(envelope.rank, self._members.error(envelope.rank, down, fate_of(envelope)))
+
+    def proc_gone(self, key: int, down: Down) -> None:
+        for rank, each in enumerate(self._members.keys):
+            if each == key:
+                self._gone(rank, self._members.error(rank, down))
+
+    def _note(self, rank: int, outcome: Envelope | Exception) -> None:
         with self._lock:
-            if rank >= len(self._replies) or self._replies[rank] is not None:
+            if rank >= len(self._outcomes) or self._outcomes[rank] is not None:
                 return
-            self._replies[rank] = envelope
-            self._left -= 1
-            if self._left:
+            self._outcomes[rank] = outcome
+            self._missing -= 1
+            if self._missing:
                 return
         self._finish()
 
+    def _gone(self, rank: int, error: Exception) -> None:
+        """A member has failed, whether it has answered or not."""
+        self._close()
+        self.future._fail(error)
+
     def _finish(self) -> None:
-        self._runtime.ports.pop(self._number, None)
+        self._close()
         self.future._complete(self._result)
 
     def _result(self) -> ValueMesh[R]:
-        replies = [reply for reply in self._replies if reply is not None]
+        replies = [reply for reply in self._outcomes if isinstance(reply, Envelope)]
         for reply in replies:
             if reply.flags & Flag.ERROR:
                 decode_value(reply, self._members.call_text)
         decoders = [_decoder(reply) for reply in replies]
         return ValueMesh._lazy(self._members.region.extent, decoders)
 
-    def bounced(self, envelope: Envelope, down: Down) -> None:
-        self._fail(envelope.rank, down, fate_of(envelope))
-
-    def proc_gone(self, key: int, down: Down) -> None:
-        for rank, each in enumerate(self._members.keys):
-            if each == key:
-                self._fail(rank, down)
-                return
-
-    def _fail(self, rank: int, down: Down, fate: Fate = Fate.UNKNOWN) -> None:
-        self._runtime.ports.pop(self._number, None)
-        self.future._fail(self._members.error(rank, down, fate))
-
 
 def _decoder(envelope: Envelope) -> Callable[[], Any]:
     return lambda: codec.decode(envelope.parts)
 
 
-class StreamReply(Generic[R]):
+class FailFastReply(MeshReply[R]):
+    """As MeshReply, and an error is not kept waiting for the answers of others."""
+
+    def deliver(self, envelope: Envelope) -> None:
+        if envelope.flags & Flag.ERROR:
+            self._close()
+            self.future._complete(lambda: decode_value(envelope, self._members.call_text))
+        else:
+            super().deliver(envelope)
+
+
+class SettledReply(MeshReply[R | BaseException]):
+    """As MeshReply, with the failures of members, and the ends of those that are gone, as values."""
+
+    def _gone(self, rank: int, error: Exception) -> None:
+        self._note(rank, error)
+
+    def _result(self) -> ValueMesh[R | BaseException]:
+        decoders = [self._settled(outcome) for outcome in self._outcomes if outcome is not None]
+        return ValueMesh._lazy(self._members.region.extent, decoders)
+
+    def _settled(self, outcome: Envelope | Exception) -> Callable[[], Any]:
+        def value() -> Any:
+            if isinstance(outcome, Exception):
+                return outcome
+            try:
+                return decode_value(outcome, self._members.call_text)
+            except Outcome as raw:
+                return raw.error
+            except Exception as error:
+                return error
+
+        return value
+
+
+class StreamReply(CallSink, Generic[R]):
     """The reply port of a stream: the i-th future is the i-th reply to arrive; a member that is gone counts as one."""
 
-    def __init__(self, runtime: Proc, members: Members) -> None:
-        self._runtime, self._members = runtime, members
+    def __init__(self, here: Context, members: Members) -> None:
+        super().__init__(here, members)
         self._lock = threading.Lock()
         self._answered = [False] * len(members.keys)
         self._arrived = 0
-        self._number = runtime.new_port()
-        self.futures: list[Future[R]] = [Future._pending(runtime.driver, members.pending_text) for _ in members.keys]
-        runtime.ports[self._number] = self
+        self.futures: list[Future[R]] = [Future._pending(self._runtime.driver, call=self) for _ in members.keys]
+        self._open()
 
-    @property
-    def number(self) -> int:
-        return self._number
+    def wait_of(self, future: Future[Any]) -> Wait | None:
+        # The last one alone needs all members; which are those of an earlier one is not known.
+        if self.wait is None or any(future is each for each in self.futures[:-1]):
+            return None
+        return self.wait
+
+    def _left(self) -> list[int]:
+        return [rank for rank, answered in enumerate(self._answered) if not answered]
+
+    def _give_up(self, what: str) -> bool:
+        given_up = [future._give_up(what) for future in self.futures]
+        return any(given_up)
 
     def _next(self, rank: int) -> Future[R] | None:
         with self._lock:
@@ -393,7 +514,7 @@ class StreamReply(Generic[R]):
             future = self.futures[self._arrived]
             self._arrived += 1
             if self._arrived == len(self.futures):
-                self._runtime.ports.pop(self._number, None)
+                self._close()
         return future
 
     def deliver(self, envelope: Envelope) -> None:

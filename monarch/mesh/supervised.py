@@ -37,7 +37,7 @@ class _IncarnationMembers(Members):
     __slots__ = ("_line", "_serial")
 
     def __init__(self, line: Line, serial: int, like: Members) -> None:
-        super().__init__(like.keys, like.describe, like.mesh_name, like.method, like.region)
+        self.like(like)
         self._line, self._serial = line, serial
 
     def error(self, rank: int, down: Down, *arguments: Any) -> Exception:
@@ -51,7 +51,7 @@ class _RefusedMembers(Members):
     __slots__ = ("_error",)
 
     def __init__(self, error: Exception, like: Members) -> None:
-        super().__init__(like.keys, like.describe, like.mesh_name, like.method, like.region)
+        self.like(like)
         self._error = error
 
     def error(self, rank: int, down: Down, *arguments: Any) -> Exception:
@@ -68,19 +68,23 @@ class _Call:
     parts: list[Any]
     reply_port: int
     only: int | None
+    chain: bytes
 
     def send(self, current: Current, may_wait: bool) -> None:
         view, members = self.mesh._in(current)
         if self.reply_port:
             sink: Any = self.sender.proc_runtime.ports.get(self.reply_port)
-            if sink is not None:
-                sink._members = _IncarnationMembers(self.line, current.serial, members(sink._members.method))
-        view._cast(self.sender, self.parts, self.reply_port, self.only, may_wait=may_wait)
+            if sink is None:
+                return  # cancelled while it waited
+            sink._members = _IncarnationMembers(self.line, current.serial, members(sink._members.method))
+        view._cast(self.sender, self.parts, self.reply_port, self.only, self.chain, may_wait=may_wait)
 
     def refuse(self, refused: Refused) -> None:
         runtime = self.sender.proc_runtime
         sink: Any = runtime.ports.get(self.reply_port) if self.reply_port else None
         if sink is None:
+            if self.reply_port:
+                return  # cancelled while it waited
             if refused.quiet:
                 return
             down = Down("failed", f"{self.line.path.text} {refused.reason}", actor=self.line.path.text)
@@ -131,14 +135,22 @@ class SupervisedMesh(ActorMesh[A]):
     def _members(self, method: str) -> Members:
         name = self._path.text
         # Nobody yet: no process has the key 0.
-        return Members([0] * len(self._region._slice), lambda rank: name, self._name, method, self._region)
+        targets = [(0, None)] * len(self._region._slice)
+        return Members(0, targets, lambda rank: name, self._name, method, self._region)
 
     def _cast(
-        self, sender: Spawner, parts: list[Any], reply_port: int, only: int | None = None, *, may_wait: bool = True
+        self,
+        sender: Spawner,
+        parts: list[Any],
+        reply_port: int,
+        only: int | None = None,
+        chain: bytes = b"",
+        *,
+        may_wait: bool = True,
     ) -> None:
         book: ChildBook = sender.proc_runtime.children  # type: ignore[attr-defined]
         line = book.line(self._path)
-        line.submit(_Call(self, line, sender, parts, reply_port, only), self._wait_s)
+        line.submit(_Call(self, line, sender, parts, reply_port, only, chain), self._wait_s)
 
     @overridable
     def initialized(self) -> Future[None]:

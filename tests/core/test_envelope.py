@@ -19,18 +19,19 @@ envelopes = st.builds(
     u64,
     u64,
     st.lists(st.binary(max_size=20), max_size=3),
-    st.integers(0, 255),
+    st.integers(0, 127),  # without Flag.CHAINED, which `frame` decides
     st.integers(0, 2**32 - 1),
     u64,
     u64,
     st.integers(0, 2**16 - 1),
+    st.binary(max_size=20),
 )
-_FIELDS = "kind dst_proc dst_actor dst_port src_proc src_actor parts flags rank seq reply_port ttl".split()
+_FIELDS = "kind dst_proc dst_actor dst_port src_proc src_actor parts flags rank seq reply_port ttl chain".split()
 
 
 @given(envelopes)
 def test_head_and_parts_round_trip(envelope: Envelope) -> None:
-    back = parse([envelope.head(), *envelope.parts])
+    back = parse(envelope.frame())
 
     assert [getattr(back, name) for name in _FIELDS] == [getattr(envelope, name) for name in _FIELDS]
     assert len(envelope.head()) == HEAD.size == 64
@@ -41,6 +42,13 @@ def test_head_and_parts_round_trip(envelope: Envelope) -> None:
 def test_what_is_no_head_is_refused(frame: list[bytes]) -> None:
     with pytest.raises(RemoteProtocolError, match="message head of"):
         parse(list(frame))
+
+
+def test_a_chain_that_is_announced_and_missing_is_refused() -> None:
+    call = _call()
+    call.flags |= Flag.CHAINED
+    with pytest.raises(RemoteProtocolError, match="chain"):
+        parse([call.head()])
 
 
 def _call() -> Envelope:
@@ -65,7 +73,7 @@ def test_a_bounce_goes_to_the_reply_port_of_the_sender_and_keeps_the_flags() -> 
 
 
 def test_the_flags_are_different_bits_of_one_byte() -> None:
-    bits = [Flag.ERROR, Flag.RAW_ERROR, Flag.SILENT, Flag.SEQUENCED]
+    bits = [value for name, value in vars(Flag).items() if name.isupper()]
 
     assert all(bit & (bit - 1) == 0 and bit < 256 for bit in bits)
     assert len(set(bits)) == len(bits)

@@ -50,6 +50,9 @@ class Fake:
         self.log.append(name)
         return self.does.get(name, lambda: None)()
 
+    def endpoint_of(self, envelope: Envelope) -> str:
+        return bytes(envelope.parts[0]).decode()
+
     def abandon(self, envelope: Envelope, down: Down) -> None:
         name = bytes(envelope.parts[0]).decode()
         self.abandoned.append((name, down))
@@ -452,11 +455,11 @@ def test_a_snapshot_shows_a_busy_actor_without_asking_its_thread(proc: Proc) -> 
     began, finish = threading.Event(), threading.Event()
 
     def busy() -> None:
-        served = Served("busy", None)
+        served = Served(life.instance, "busy")
         life.instance.serving.append(served)
         began.set()
         finish.wait(LIMIT_S)
-        life.instance.serving.remove(served)
+        life.instance.finished(served)
 
     life.fake.does["busy"] = busy
     for name in ("busy", "later", "latest"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -21,9 +22,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown and args.run is not _planned:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
-        return int(args.run(args))
+        status = int(args.run(args))
+        sys.stdout.flush()
     except KeyboardInterrupt:
         return 130  # as a shell reports a process that SIGINT ended
+    except BrokenPipeError:  # whoever reads the output has seen enough, like `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the interpreter flushes once more at its end
+        return 141
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -42,11 +42,13 @@ def stacks(mesh: Any = None) -> Snapshot:
     a process that does not answer come from its reserved signal (setting `stack_signal`).
 
     Raises:
-        TypeError: `mesh` is none.
+        TypeError: `mesh` is none, or is the child of a supervisor, whose processes change.
         TimeoutError: as for `ps`.
     """
     if mesh is not None and not isinstance(mesh, ActorMesh | ProcMesh):
         raise TypeError(f"stacks takes a mesh of actors or processes, not {mesh!r}")
+    if mesh is not None and not mesh._procs:
+        raise TypeError(f"the processes of {mesh!r} change with its restarts: use stacks().matching({mesh._name!r})")
     return _take(True, None if mesh is None else [proc.key for proc in mesh._procs])
 
 

@@ -103,7 +103,7 @@ def _frame(frame: FrameType) -> Frame:
 
 
 def running_threads() -> dict[int, Stack]:
-    """The stacks of this process's threads, by identity. Takes no lock of anybody's."""
+    """The stacks of this process's threads, by identity."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return {
         ident: Stack(names.get(ident, f"thread {ident:#x}"), frames_of(frame))

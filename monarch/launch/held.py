@@ -1,8 +1,9 @@
 """The stacks of a process whose interpreter is held: native code keeps the interpreter lock, and no thread can answer.
 
 Every process that takes part registers faulthandler's handler for a reserved signal (`answer`). The handler runs no
-Python: it writes the stacks of all threads into an unnamed file in memory, which belongs to the process and ends with
-it. Whoever asks (`ask`) has the same user, so that the kernel lets it open that file in /proc; no ptrace is needed.
+Python: it writes the stacks of up to 100 threads, with up to 100 frames of each, into an unnamed file in memory, which
+belongs to the process and ends with it. Whoever asks (`ask`) has the same user, so that the kernel lets it open that
+file in /proc; no ptrace is needed.
 
 The file's name says all that an asker must know: the signal, and the thread to send it to. That is a thread which runs
 no user code: no call of the user's is interrupted. A process without such a file is never sent a signal.

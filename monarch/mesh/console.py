@@ -6,7 +6,7 @@ also tells each side the user of the other, and the transport refuses any other 
 is nothing to prove on top, and the secret is no secret.
 
 A question is a frame of JSON, and so is the answer: a driver and an asker of different versions do not unpickle each
-other's objects. A driver that does not answer is looked at from outside.
+other's objects. A driver that does not answer, or not in a way that can be read, is looked at from outside.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def ask(driver: Found, with_stacks: bool) -> Snapshot | None:
     try:
         _send(link, {"stacks": with_stacks})
         return Snapshot.from_json(_receive(link, LIMIT_S))
-    except (TimeoutError, MonarchError, OSError):
+    except (TimeoutError, MonarchError, OSError, TypeError, LookupError, ValueError):
         return _from_outside(driver, with_stacks)
     finally:
         link.abort()

@@ -13,13 +13,14 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from attrs import define, evolve
 
 from monarch.core.envelope import Envelope
+from monarch.core.future import Future
 from monarch.core.gateway import PeerGone
 from monarch.core.monitor import Down
 from monarch.core.stacks import Stack, running_threads
@@ -103,42 +104,45 @@ class Collector:
         """Ask, and wait; `LIMIT_S` at most. Never on the driving thread.
 
         Args:
-            only: keys of the processes to ask; None for all.
+            only: keys of the processes that are wanted; None for all. The others say only whom they have restarted.
         """
         runtime = self._runtime
-        residents = [each for each in self._agent.residents() if only is None or each.proc.key in only]
-        asked = [runtime.request(each.proc, "inspect", with_stacks) for each in residents]
-        answers: dict[int, Answer] = {}
-        gone: set[int] = set()
-        if only is None or runtime.key in only:
-            answers[runtime.key] = runtime.respondent.answer(with_stacks, threading.get_ident())
-        deadline_s = time.monotonic() + _ANSWER_S
-        for resident, answer in zip(residents, asked, strict=True):
-            try:
-                (answers[resident.proc.key],) = answer.get(max(deadline_s - time.monotonic(), 0.0))
-            except PeerGone:
-                gone.add(resident.proc.key)
-            except TimeoutError:
-                pass
-        silent = {
-            r.pid for r in residents if r.pid is not None and r.proc.key not in answers and r.proc.key not in gone
+        key = runtime.key
+        residents = self._agent.residents()
+        wanted = {key, *(each.proc.key for each in residents)} if only is None else set(only)
+        asked = {
+            each.proc.key: runtime.request(each.proc, "inspect", with_stacks and each.proc.key in wanted)
+            for each in residents
         }
+        own = runtime.respondent.answer(with_stacks and key in wanted, threading.get_ident())
+        answers, gone = _collected(asked, time.monotonic() + _ANSWER_S)
+        left = [each for each in residents if each.proc.key in wanted - gone]
+        silent = {each.pid for each in left if each.pid is not None and each.proc.key not in answers}
         dumps = held.ask(silent - {os.getpid()}, _SIGNAL_S) if with_stacks else {}
-        restarts = {number: count for answer in answers.values() for number, count in answer.restarts.items()}
+        restarts = {number: n for answer in (own, *answers.values()) for number, n in answer.restarts.items()}
+
         processes: list[Process] = []
-        if runtime.key in answers:
-            own = Process("client", os.getpid(), ProcessState.UP, "", linux.memory_bytes(os.getpid()))
-            processes.append(_answered(own, answers[runtime.key], restarts))
-        for resident in residents:
-            if resident.proc.key in gone:
-                continue
-            process = _resident(resident)
-            answer_of = answers.get(resident.proc.key)
-            if answer_of is not None:
-                processes.append(_answered(process, answer_of, restarts))
-            else:
-                processes.append(_unanswered(process, dumps))
+        if key in wanted:
+            client = Process("client", os.getpid(), ProcessState.UP, "", linux.memory_bytes(os.getpid()))
+            processes.append(_answered(client, own, restarts))
+        for each in left:
+            process, answer = _resident(each), answers.get(each.proc.key)
+            processes.append(_unanswered(process, dumps) if answer is None else _answered(process, answer, restarts))
         return Snapshot(_program(), os.getpid(), (Host(socket.gethostname(), tuple(processes)),), with_stacks)
+
+
+def _collected(asked: Mapping[int, Future[tuple[Any, ...]]], deadline_s: float) -> tuple[dict[int, Answer], set[int]]:
+    """The answers that are there in time, and who is gone."""
+    answers: dict[int, Answer] = {}
+    gone: set[int] = set()
+    for key, future in asked.items():
+        try:
+            (answers[key],) = future.get(max(deadline_s - time.monotonic(), 0.0))
+        except PeerGone:
+            gone.add(key)
+        except TimeoutError:
+            pass
+    return answers, gone
 
 
 def _resident(resident: Resident) -> Process:

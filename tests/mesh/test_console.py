@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import pytest
 
 from monarch.actor import context, this_host
 from monarch.cli import main
-from monarch.debug import ProcessState
+from monarch.debug import ProcessState, Snapshot
 from monarch.mesh import console
 from monarch.mesh.console import Found
 from monarch.testing import fresh_client
@@ -76,6 +77,26 @@ def test_a_driver_of_another_user_is_passed_over(monarch_client, monkeypatch):
 
     assert console.ask(driver, with_stacks=False) is None
     assert console.ask_all(with_stacks=False, pid=driver.pid) == []
+
+
+def test_an_asker_of_another_user_is_not_even_greeted(monarch_client, monkeypatch):
+    (driver,) = mine()
+    monkeypatch.setattr(ipc, "_credentials", lambda sock: (driver.pid, os.geteuid() + 1))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.settimeout(LIMIT_S)
+        sock.connect("\0" + driver.url.removeprefix("ipc://@"))
+
+        assert sock.recv(1) == b""
+
+
+def test_an_answer_of_another_version_is_no_error(monarch_client, monkeypatch):
+    (driver,) = mine()
+    monkeypatch.setattr(Snapshot, "to_json", lambda self: {"version": 7})
+
+    snapshot = console.ask(driver, with_stacks=False)
+
+    assert snapshot is not None
+    assert [(process.name, process.pid) for process in snapshot.processes] == [("client", os.getpid())]
 
 
 def test_without_a_program_the_command_says_so(monkeypatch, capsys):

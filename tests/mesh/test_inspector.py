@@ -107,6 +107,14 @@ def restarts() -> dict[str, int]:
     return {actor.name: actor.restarts for process in debug.ps().processes for actor in process.actors}
 
 
+def test_a_supervised_child_has_no_processes_of_its_own(monarch_client):
+    spec = Child("worker", Stuck)
+    worker = this_proc().spawn("supervisor", Supervisor, [spec]).child(spec)
+
+    with pytest.raises(TypeError, match=r"use stacks\(\).matching\('worker'\)"):
+        debug.stacks(worker)
+
+
 def test_over_inproc_the_threads_of_actors_are_not_also_the_clients(monarch_client):
     procs = this_host().spawn_procs(name="work")
     procs.spawn("stuck", Stuck).ready.call_one().get(LIMIT_S)

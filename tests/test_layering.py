@@ -21,8 +21,8 @@ LAYERS = ("base", "transports", "core", "launch", "supervision", "onesided", "me
 BASE = ("errors", "log")
 TOOLS = ("cli", "__main__", "testing", "examples")
 
-# What core may know of the transports: the Protocols and the ways to find one, never a concrete transport.
-TRANSPORTS_FOR_CORE = {"base", "url", "registry"}
+# What core may know of the transports: the Protocols, the ways to find one, and memory, never a concrete transport.
+TRANSPORTS_FOR_CORE = {"base", "memory", "url", "registry"}
 
 # Which modules may import what; "lazily" means inside a function, so that importing the module does not load it.
 OWNERS: dict[str, dict[str, str]] = {

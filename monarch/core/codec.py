@@ -17,14 +17,11 @@ It leaves to others what the buffers travel in, and how objects of the library (
 
 from __future__ import annotations
 
-import contextlib
 import copyreg
 import io
 import linecache
-import mmap
 import os
 import pickle
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from types import CodeType, FunctionType
@@ -35,10 +32,11 @@ from cloudpickle import cloudpickle as _cloudpickle
 
 from monarch.core import settings, tensors
 from monarch.core.tensors import HOLE, OUT_OF_BAND_BYTES, Outbox, Reducer
+from monarch.transports import memory
 from monarch.transports.base import Buffer
 
 Allocate = Callable[[int], memoryview]
-"""Gives `n` writable bytes that nobody else uses; `encode` fills them. A transport may offer its shared memory."""
+"""Gives `n` writable bytes that nobody else uses; `encode` fills them. May be memory that a transport shares."""
 
 _ATOMS: Final = frozenset((type(None), bool, int, float, str))
 _BULK: Final = frozenset((bytes, bytearray, memoryview))
@@ -164,7 +162,7 @@ def _bulk(value: Any) -> int:
 
 def _dump(obj: object, allocate: Allocate | None, verdict: int) -> list[Buffer]:
     tensors.install_reducers(_reducers)
-    outbox = _Outbox(allocate or allocate_plain)
+    outbox = _Outbox(allocate or memory.allocate)
     file = io.BytesIO()
     kind = _BulkPickler if verdict == _LARGE else _Pickler
     pickler = kind(file, outbox)
@@ -174,25 +172,10 @@ def _dump(obj: object, allocate: Allocate | None, verdict: int) -> list[Buffer]:
         if not _by_reference:
             raise
         _by_reference.clear()  # a module may have been reloaded since: its old classes go by value now
-        outbox = _Outbox(allocate or allocate_plain)
+        outbox = _Outbox(allocate or memory.allocate)
         file = io.BytesIO()
         kind(file, outbox).dump(obj)
     return [file.getvalue(), *outbox.parts, *reversed(outbox.bulk)]
-
-
-def allocate_plain(size: int) -> memoryview:
-    """Memory of this process, not zeroed first where that can be had. 64 MiB, filled: 14 ms through numpy or a mapping
-    with huge pages, 75 ms through a `bytearray`."""
-    numpy = sys.modules.get("numpy")
-    if hasattr(numpy, "empty"):
-        return memoryview(numpy.empty(size, numpy.uint8))  # type: ignore[union-attr]
-    if size < 1 << 20 or not hasattr(mmap, "MAP_ANONYMOUS"):
-        return memoryview(bytearray(size))
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return memoryview(memory)
 
 
 class _Outbox(Outbox):
@@ -208,9 +191,9 @@ class _Outbox(Outbox):
         self.places: dict[int, tuple[int, bool, object]] = {}
 
     def room(self, size: int) -> memoryview:
-        memory = self.allocate(size)
-        self.parts.append(memory)
-        return memory
+        room = self.allocate(size)
+        self.parts.append(room)
+        return room
 
     def take(self, buffer: pickle.PickleBuffer) -> bool:
         """The callback of the pickler. Our own reducers have left their snapshot in `parts` already; the buffers of
@@ -222,7 +205,7 @@ class _Outbox(Outbox):
             if type(view.obj) is bytes and view.nbytes == len(view.obj):
                 self.parts.append(view.obj)
             else:
-                self.room(view.nbytes)[:] = view
+                memory.copy(self.room(view.nbytes), view)
         return False
 
 
@@ -303,16 +286,16 @@ class _BulkPickler(_Pickler):
         place = outbox.places.get(id(obj))
         if place is None:
             part: Buffer
-            if kind is bytes:
+            if kind is bytes and outbox.allocate is memory.allocate:
                 part = obj
             elif kind is memoryview and type(obj.obj) is bytes and obj.c_contiguous:
                 part = obj.cast("B")
-            elif kind is bytearray and outbox.allocate is allocate_plain:
+            elif kind is bytearray and outbox.allocate is memory.allocate:
                 part = bytearray(obj)  # arrives as itself where no transport is in between
             else:
                 view = memoryview(obj)
                 part = outbox.allocate(view.nbytes)
-                part[:] = view.cast("B") if view.c_contiguous else view.tobytes()
+                memory.copy(part, view.cast("B") if view.c_contiguous else view.tobytes())
             place = outbox.places[id(obj)] = len(outbox.bulk), kind is bytearray, obj
             outbox.bulk.append(part)
         return place[:2]

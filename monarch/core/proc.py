@@ -11,7 +11,7 @@ import itertools
 import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
 from monarch.core import codec, exceptions, inquiries
@@ -24,6 +24,7 @@ from monarch.core.instance import Instance, Sender
 from monarch.core.monitor import Down, Monitors
 from monarch.core.peer import Peer, State
 from monarch.log import get_logger
+from monarch.transports import memory
 from monarch.transports.base import Buffer, Transport
 
 log = get_logger("monarch.proc")
@@ -91,6 +92,8 @@ class Proc:
             limits=limits,
         )
         self.key = proc_id.key
+        self._shared = transport.memory
+        self._for_one = self._memory_for(1)
         inquiries.install(self)
 
     @property
@@ -101,6 +104,23 @@ class Proc:
         return next(self._numbers)
 
     # ---- sending
+
+    def memory_for(self, keys: Sequence[int]) -> codec.Allocate | None:
+        """Where large buffers of a message to those processes are best put, for the encoder; None: anywhere."""
+        if self._shared is None:
+            return None
+        if len(keys) == 1:
+            return self._for_one if keys[0] != self.key else None
+        return self._memory_for(len(keys))
+
+    def _memory_for(self, receivers: int) -> codec.Allocate:
+        shared = self._shared
+
+        def allocate(size_bytes: int) -> memoryview:
+            found = shared.allocate(size_bytes, receivers) if shared is not None else None
+            return found if found is not None else memory.allocate(size_bytes)
+
+        return allocate
 
     def send(self, envelope: Envelope, proc: ProcId | None, *, may_wait: bool = True) -> None:
         """Put a message on its way; one that cannot be delivered comes back as a bounce, also from here."""

@@ -359,6 +359,13 @@ SETTINGS: Final[Mapping[str, Setting]] = {
             "Whether transfers may go in chunks over the link, where nothing faster works.",
             _OURS,
         ),
+        Setting(
+            "shared_memory_bytes",
+            Int(),
+            8 << 30,
+            "How much shared memory a process may have for what it sends; the rest goes through sockets.",
+            _OURS,
+        ),
     )
 }
 
@@ -378,6 +385,7 @@ IntName = Literal[
     "codec_max_frame_length",
     "send_buffer_bytes",
     "tail_log_lines",
+    "shared_memory_bytes",
 ]
 BoolName = Literal[
     "enable_file_capture",

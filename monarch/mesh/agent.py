@@ -77,6 +77,8 @@ class MeshProc(Proc):
 
     def __init__(self, proc_id: ProcId, transport: Transport, secret: bytes, *, root: ProcId | None = None) -> None:
         super().__init__(proc_id, transport, secret, driver=settings.get("link_driver"), limits=limits_from_settings())
+        if transport.memory is not None:
+            transport.memory.limit_bytes = settings.get("shared_memory_bytes")
         self.cleanup_timeout_s = settings.get("cleanup_timeout")
         self.release_timeout_s = settings.get("process_exit_timeout")
         self.unborn_limit_s = settings.get("actor_spawn_max_idle")

@@ -259,7 +259,7 @@ def make() -> Context:
 
 
 def _any_address(scheme: str) -> str:
-    return {"tcp": "tcp://127.0.0.1:0", "ipc": "ipc://", "inproc": "inproc://"}[scheme]
+    return {"tcp": "tcp://127.0.0.1:0", "ipc": "ipc://", "shm": "shm://", "inproc": "inproc://"}[scheme]
 
 
 def shutdown_context() -> Future[None]:

@@ -248,15 +248,17 @@ class ActorBehavior:
     def _reply(self, envelope: Envelope, port: Port[Any] | None, result: Any) -> Down | None:
         if port is None:
             return None
+        runtime = self._instance.proc_runtime
+        receiver = envelope.src_proc if envelope.reply_port else port._proc_key
         try:
-            parts = codec.encode(result)
+            parts = codec.encode(result, runtime.memory_for((receiver,)))
         except Exception as error:
             wrapped = TypeError(f"the result of type {type(result).__qualname__} cannot be sent: {error}")
             wrapped.__cause__ = error
             return self._reply_error(envelope, port, wrapped)
         if envelope.reply_port:
             # Silent: that a caller is gone is no news for the actor which answers it.
-            self._instance.proc_runtime.send(envelope.reply(parts, Flag.SILENT), None)
+            runtime.send(envelope.reply(parts, Flag.SILENT), None)
         else:
             port._send(parts, 0)
         return None

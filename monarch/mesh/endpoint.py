@@ -34,6 +34,7 @@ from monarch.mesh.value_mesh import ValueMesh
 
 if TYPE_CHECKING:
     from monarch.mesh.actor_mesh import ActorMesh
+    from monarch.mesh.context import Spawner
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -278,14 +279,18 @@ class Endpoint(Generic[P, R]):
         extra = {"plain": True, "port": spec.sends_itself} if plain else None
         self._description = describe_call(spec.name, extent._labels, extent._sizes, extra)
 
-    def _encode(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    def _encode(
+        self, sender: Spawner, args: tuple[Any, ...], kwargs: dict[str, Any], rank: int | None = None
+    ) -> list[Any]:
+        """The parts of a call to all members, or to the one of that rank in the view."""
         self._spec.check(args, kwargs)
-        return [self._description, *codec.encode_call(args, kwargs)]
+        keys = self._members.keys if rank is None else (self._members.keys[rank],)
+        return [self._description, *codec.encode_call(args, kwargs, sender.proc_runtime.memory_for(keys))]
 
     def _ask(self, make: Callable[[Context, Members], S], args: Any, kwargs: Any, only: int | None = None) -> S:
         """Send to all members, or to `only` one, and return the sink that collects their replies."""
-        parts = self._encode(args, kwargs)
         here = context()
+        parts = self._encode(here.actor_instance, args, kwargs, only)
         reply = make(here, self._members)
         self._mesh._cast(here.actor_instance, parts, reply.number, only, reply.chain)
         return reply
@@ -339,8 +344,8 @@ class Endpoint(Generic[P, R]):
 
     def broadcast(self, /, *args: P.args, **kwargs: P.kwargs) -> None:
         """Send to all members, and expect no reply: an exception in the endpoint ends its actor, whose owner hears."""
-        parts = self._encode(args, kwargs)
-        self._mesh._cast(context().actor_instance, parts, 0)
+        sender = context().actor_instance
+        self._mesh._cast(sender, self._encode(sender, args, kwargs), 0)
 
     def rref(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call with distributed tensors, and get distributed tensors."""
@@ -425,8 +430,9 @@ def send(
     if selection not in ("all", "choose"):
         raise ValueError(f"Invalid selection {selection!r}: it can be 'all' or 'choose'")
     mesh, spec = endpoint._mesh, endpoint._spec
-    parts = endpoint._encode(args, kwargs)
+    only = None if selection == "all" else _drawn(mesh, spec.name)
     sender = context().actor_instance
+    parts = endpoint._encode(sender, args, kwargs, only)
     reply_port = 0
     if port is not None and mesh._replies_to_any_port and port._is_of(sender.proc_runtime):
         reply_port = port.number  # as with any call, it hears of a member's end, too
@@ -434,7 +440,6 @@ def send(
         extent = mesh._region.extent
         extra = {"plain": endpoint._plain, "port": spec.sends_itself, "reply": codec.encode(port)}
         parts[0] = describe_call(spec.name, extent._labels, extent._sizes, extra)
-    only = None if selection == "all" else _drawn(mesh, spec.name)
     mesh._cast(sender, parts, reply_port, only)
 
 

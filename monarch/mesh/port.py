@@ -54,9 +54,13 @@ class Port(Generic[T]):
     def number(self) -> int:
         return 0 if self._port is None else self._port.number
 
+    @property
+    def _proc_key(self) -> int:
+        """The process in which what is sent here arrives."""
+        return 0 if self._port is None else self._port.actor.proc.key
+
     def _is_of(self, runtime: Proc) -> bool:
-        """Whether what is sent here arrives in that process."""
-        return self._port is not None and self._port.actor.proc.key == runtime.key
+        return self._proc_key == runtime.key
 
     def send(self, value: T) -> None:
         """Send a value. It has left when this returns; values of one sender arrive in order.
@@ -64,7 +68,11 @@ class Port(Generic[T]):
         Raises:
             Exception: what pickling `value` raised, unchanged.
         """
-        self._send(codec.encode(value), 0)
+        if self._port is None:
+            return
+        owner = self._owner if self._owner is not None else context().actor_instance
+        memory = owner.proc_runtime.memory_for((self._proc_key,))
+        self._send(codec.encode(value, memory), 0)
 
     def exception(self, error: BaseException) -> None:
         """Send an exception: whoever receives gets exactly it, raised."""

@@ -11,7 +11,7 @@ def enable_transport(transport: ChannelTransport | str) -> None:
     """Choose the transport of this client, before the first use of a context.
 
     Args:
-        transport: a member of ChannelTransport, "tcp", "ipc", "inproc", or the address to listen at.
+        transport: a member of ChannelTransport, "tcp", "ipc", "shm", "inproc", or the address to listen at.
 
     Raises:
         RuntimeError: the client exists already, with another transport.

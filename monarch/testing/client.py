@@ -211,7 +211,7 @@ def fresh_client(transport: str = "inproc", driver: str | None = None, **values:
     At the end everything that it owns is stopped, and what was there before is there again, the settings included.
 
     Args:
-        transport: "inproc" (processes are groups of threads here), "ipc" or "tcp" (processes are real).
+        transport: "inproc" (processes are groups of threads here), "shm", "ipc" or "tcp" (processes are real).
         driver: who moves frames, "thread" or "caller"; None for what is set.
         values: settings, for this process and the ones it starts.
 

@@ -103,11 +103,30 @@ class Listener(Protocol):
         ...
 
 
+class Memory(Protocol):
+    """Memory from which a transport passes parts on without another copy."""
+
+    limit_bytes: int
+    """How much of it there may be."""
+
+    def allocate(self, size_bytes: int, receivers: int = 1) -> memoryview | None:
+        """Writable memory, not zeroed, for a part that will be sent to so many receivers. None: put it anywhere.
+
+        What is sent to one receiver belongs to it as soon as it has arrived: write nothing to it after sending.
+        """
+        ...
+
+
 class Transport(Protocol):
     """A way to connect two processes."""
 
     @property
     def scheme(self) -> str: ...
+
+    @property
+    def memory(self) -> Memory | None:
+        """Where large parts are best put, or None: anywhere."""
+        ...
 
     def viability(self) -> Viability:
         """Can it work on this machine?"""

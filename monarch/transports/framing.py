@@ -4,13 +4,16 @@ On the wire a frame is the number of its parts (u32), the size of each part (u64
 order. Empty frames and empty parts are legal. The last thing on a stream that ends on purpose is `GOODBYE`; a stream
 that ends without it was severed, even between two frames: that is what the death of a process looks like.
 
+A part may also lie somewhere else, in memory that both sides can see: its size then has the bit `ELSEWHERE`, and in
+its place comes a description of `DESCRIPTION_BYTES`, which `FrameDecoder.elsewhere` makes the part from.
+
 The decoder is fed what arrived. While a part of `BIG_BYTES` or more is being received, `get_buffer` offers the rest of
 its own memory, so that the socket writes there and the part is copied once, by the kernel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from struct import Struct
 from typing import Final
@@ -30,6 +33,9 @@ COUNT: Final = Struct("!I")
 MARKER: Final = bytes.fromhex("b5a14d0e7c52f398 1e6b9d3fc0728a45")
 """The last bytes of a stream that ended on purpose. A closing side discards what still arrives and only looks for
 this tail; that a payload ends in it at the very moment its sender dies is taken to be impossible."""
+
+ELSEWHERE: Final = 1 << 63
+DESCRIPTION_BYTES: Final = 24
 
 GOODBYE_COUNT: Final = 0xFFFFFFFF
 GOODBYE: Final = COUNT.pack(GOODBYE_COUNT) + MARKER
@@ -51,28 +57,45 @@ def encode(parts: Sequence[Buffer]) -> list[Buffer]:
     return [header(count).pack(count, *map(len, parts)), *parts]
 
 
-def encode_joined(frames: Iterable[Sequence[Buffer]]) -> list[Buffer]:
-    """Frames as buffers to send: small neighbours are joined, buffers from `JOIN_BELOW_BYTES` on are left uncopied."""
+Describe = Callable[[Buffer], bytes | None]
+"""Puts a large part where the peer can see it, and describes the place; None to leave the part in the stream."""
+
+
+def encode_joined(frames: Iterable[Sequence[Buffer]], describe: Describe | None = None) -> list[Buffer]:
+    """Frames as buffers to send: small neighbours are joined, buffers from `JOIN_BELOW_BYTES` on are left uncopied.
+    Those of `BIG_BYTES` and more that `describe` has a description for, are not among them."""
     out: list[Buffer] = []
     small: list[Buffer] = []
     for parts in frames:
         count = len(parts)
         sizes = list(map(len, parts))
-        small.append(header(count).pack(count, *sizes))
-        if count and max(sizes) >= JOIN_BELOW_BYTES:
-            for part in parts:
-                if len(part) < JOIN_BELOW_BYTES:
-                    small.append(part)
-                else:
-                    if small:
-                        out.append(small[0] if len(small) == 1 else b"".join(small))
-                        small = []
-                    out.append(part)
-        else:
+        if not count or max(sizes) < JOIN_BELOW_BYTES:
+            small.append(header(count).pack(count, *sizes))
             small += parts
+            continue
+        if describe is not None:
+            parts = [_described(parts, sizes, at, describe) for at in range(count)]
+        small.append(header(count).pack(count, *sizes))
+        for part in parts:
+            if len(part) < JOIN_BELOW_BYTES:
+                small.append(part)
+            else:
+                if small:
+                    out.append(small[0] if len(small) == 1 else b"".join(small))
+                    small = []
+                out.append(part)
     if small:
         out.append(small[0] if len(small) == 1 else b"".join(small))
     return out
+
+
+def _described(parts: Sequence[Buffer], sizes: list[int], at: int, describe: Describe) -> Buffer:
+    """What goes into the stream for the part at that place; its size is marked when that is a description."""
+    description = describe(parts[at]) if sizes[at] >= BIG_BYTES else None
+    if description is None:
+        return parts[at]
+    sizes[at] |= ELSEWHERE
+    return description
 
 
 @define(eq=False)
@@ -84,6 +107,8 @@ class FrameDecoder:
     """
 
     max_frame_bytes: int | None = None
+    elsewhere: Callable[[bytes, int], Buffer] | None = None
+    """Makes a part of its description and its size. Raises RemoteProtocolError."""
     goodbye: bool = field(default=False, init=False)
     """The peer ended the stream on purpose."""
     broken: RemoteProtocolError | None = field(default=None, init=False)
@@ -192,6 +217,14 @@ class FrameDecoder:
                     break
                 self._parts.append(data[pos : pos + size])
                 pos += size
+                continue
+            if size >= ELSEWHERE:
+                if end - pos < DESCRIPTION_BYTES:
+                    break
+                if self.elsewhere is None:
+                    raise RemoteProtocolError("a part lies where this link does not reach")
+                self._parts.append(self.elsewhere(data[pos : pos + DESCRIPTION_BYTES], size ^ ELSEWHERE))
+                pos += DESCRIPTION_BYTES
                 continue
             here = min(end - pos, size)
             if here < size and self.max_frame_bytes is not None:

@@ -21,7 +21,7 @@ from typing import Final
 from attrs import define, field
 
 from monarch.errors import AuthenticationError, LinkClosed, LinkSevered, TransportError
-from monarch.transports.base import Buffer, Frame, Link, Viability
+from monarch.transports.base import Buffer, Frame, Link, Memory, Viability
 from monarch.transports.framing import BIG_BYTES
 from monarch.transports.url import parse
 
@@ -253,6 +253,7 @@ class InprocTransport:
     """Links between the threads of this process."""
 
     scheme: str = "inproc"
+    memory: Memory | None = None
     _listeners: dict[str, InprocListener] = field(factory=dict, init=False)
     _lock: threading.Lock = field(factory=threading.Lock, init=False)
 

@@ -1,5 +1,5 @@
-"""Unix sockets: the path between processes of one host while there is nothing faster. Decides how addresses become
-sockets and who may connect; leaves frames and the end of links to `stream`.
+"""Unix sockets between processes of one host. Decides how addresses become sockets and who may connect; leaves frames
+and the end of links to `stream`. `shm` listens and dials through it, too.
 
 A name in the abstract namespace leaves nothing behind however its process ends, so it is what a listener picks by
 itself where the kernel has it (Linux). A path is a file of mode 0600, removed at close; the file of a listener that
@@ -18,10 +18,11 @@ import struct
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from typing import Final
 
 from monarch.errors import AuthenticationError, NotViable
-from monarch.transports.base import Link, Viability
+from monarch.transports.base import Link, Memory, Viability
 from monarch.transports.stream import StreamLink, StreamListener, authenticate, severed
 from monarch.transports.url import Url, parse
 
@@ -32,10 +33,14 @@ _UCRED: Final = struct.Struct("3i")
 _BUFFER_BYTES: Final = 1 << 20
 
 
-class IpcTransport:
-    """Links over unix stream sockets."""
+class UnixTransport:
+    """Links over unix stream sockets; `make_link(sock, peer)` says what they are."""
 
-    scheme = "ipc"
+    memory: Memory | None = None
+
+    def __init__(self, scheme: str, make_link: Callable[[socket.socket, str], StreamLink]) -> None:
+        self.scheme = scheme
+        self._make_link = make_link
 
     def viability(self) -> Viability:
         if not hasattr(socket, "AF_UNIX"):
@@ -46,14 +51,14 @@ class IpcTransport:
         viability = self.viability()
         if not viability.ok:
             raise NotViable(f"{url}: {viability.reason}")
-        address = parse(url, "ipc").local
+        address = parse(url, self.scheme).local
         folder = None
         if not address.name:
             if _HAS_ABSTRACT:
-                address = Url("ipc", name=f"@monarch-{secrets.token_hex(12)}")
+                address = Url(self.scheme, name=f"@monarch-{secrets.token_hex(12)}")
             else:
                 folder = tempfile.mkdtemp(prefix="monarch-")  # mode 0700
-                address = Url("ipc", name=f"{folder}/socket")
+                address = Url(self.scheme, name=f"{folder}/socket")
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             _bind(sock, address)
@@ -70,17 +75,17 @@ class IpcTransport:
             if folder is not None:
                 os.rmdir(folder)
 
-        public = parse(url, "ipc")
-        shown = str(address if public.bind is None else Url("ipc", name=public.name))
+        public = parse(url, self.scheme)
+        shown = str(address if public.bind is None else Url(self.scheme, name=public.name))
 
         def adopt(newcomer: socket.socket, _: bytes) -> Link:
-            return _link(newcomer, f"{_describe_peer(newcomer)} at {shown}")
+            return self._link(newcomer, f"{_describe_peer(newcomer)} at {shown}")
 
         return StreamListener(sock, secret, shown, adopt, is_welcome=_is_same_user, on_close=remove_file)
 
     def dial(self, url: str, secret: bytes, timeout_s: float) -> StreamLink:
         deadline_s = time.monotonic() + timeout_s
-        address = parse(url, "ipc")
+        address = parse(url, self.scheme)
         if not address.name:
             raise ValueError(f"{url!r}: the name to dial is missing")
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -89,15 +94,14 @@ class IpcTransport:
             if not _is_same_user(sock):
                 raise AuthenticationError(f"{url}: a process of another user listens there")
             authenticate(sock, secret, url, deadline_s)
-            return _link(sock, url)
+            return self._link(sock, url)
         except BaseException:
             sock.close()
             raise
 
-
-def _link(sock: socket.socket, peer: str) -> StreamLink:
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
-    return StreamLink(sock, peer)
+    def _link(self, sock: socket.socket, peer: str) -> StreamLink:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+        return self._make_link(sock, peer)
 
 
 def _sockaddr(address: Url) -> str:
@@ -175,7 +179,7 @@ def _connect(sock: socket.socket, address: Url, deadline_s: float) -> None:
             raise severed(str(address), error) from error
 
 
-def _credentials(sock: socket.socket) -> tuple[int, int] | None:
+def credentials(sock: socket.socket) -> tuple[int, int] | None:
     """Process and user of the peer as of its connect or listen, or None where the kernel does not tell."""
     if not hasattr(socket, "SO_PEERCRED"):
         return None
@@ -184,13 +188,13 @@ def _credentials(sock: socket.socket) -> tuple[int, int] | None:
 
 
 def _is_same_user(sock: socket.socket) -> bool:
-    credentials = _credentials(sock)
-    return credentials is None or credentials[1] == os.geteuid()
+    found = credentials(sock)
+    return found is None or found[1] == os.geteuid()
 
 
 def _describe_peer(sock: socket.socket) -> str:
-    credentials = _credentials(sock)
-    return f"process {credentials[0]}" if credentials is not None and credentials[0] else "a process"
+    found = credentials(sock)
+    return f"process {found[0]}" if found is not None and found[0] else "a process"
 
 
-TRANSPORT: Final = IpcTransport()
+TRANSPORT: Final = UnixTransport("ipc", StreamLink)

@@ -15,11 +15,11 @@ from monarch.transports.url import parse
 _MODULES: Final = {
     "inproc": "monarch.transports.inproc",
     "ipc": "monarch.transports.ipc",
+    "shm": "monarch.transports.shm",
     "tcp": "monarch.transports.tcp",
 }
 
 _PLANNED: Final = {
-    "shm": "shared memory between the processes of a host is planned and not part of this release; use ipc or auto",
     "ibverbs": "RDMA through libibverbs is planned and not part of this release; use tcp or auto",
 }
 

@@ -34,7 +34,7 @@ from typing import Any, Final
 from attrs import define
 
 from monarch.errors import LinkSevered, NotViable, TransportError
-from monarch.transports.base import Link, Viability
+from monarch.transports.base import Link, Memory, Viability
 from monarch.transports.stream import StreamListener, authenticate, recv_some, send_all, severed
 from monarch.transports.tcp_link import TcpLink, Wake
 from monarch.transports.url import Url, parse
@@ -265,6 +265,7 @@ class TcpTransport:
     """Links over TCP, through nng."""
 
     scheme = "tcp"
+    memory: Memory | None = None
 
     def viability(self) -> Viability:
         if not hasattr(select, "epoll") or sys.platform != "linux":

@@ -4,6 +4,7 @@
 tcp://host:port         IPv6 hosts in brackets; port 0 asks a listener to pick one
 ipc:///path/to/socket   a unix socket in the file system
 ipc://@name             a unix socket in Linux' abstract namespace; `ipc://` lets the listener pick a name
+shm:///path shm://@name as ipc: the socket that shared memory is agreed on over
 inproc://name           inside this process; `inproc://` lets the listener pick a name
 ADVERTISE@BIND          two URLs: peers dial the first, the listener binds the second (behind a NAT, in a container)
 ```
@@ -18,7 +19,8 @@ from attrs import define
 
 from monarch.errors import NotViable
 
-SCHEMES = ("inproc", "ipc", "tcp")
+SCHEMES = ("inproc", "ipc", "shm", "tcp")
+_UNIX = ("ipc", "shm")
 
 _ALIAS = re.compile(r"@(?=[a-z][a-z0-9+-]*://)")
 _SCHEME = re.compile(r"([a-z][a-z0-9+-]*)://(.*)", re.DOTALL)
@@ -26,7 +28,7 @@ _SCHEME = re.compile(r"([a-z][a-z0-9+-]*)://(.*)", re.DOTALL)
 
 @define(frozen=True)
 class Url:
-    """One parsed address. `host` and `port` are set for tcp, `name` for ipc and inproc."""
+    """One parsed address. `host` and `port` are set for tcp, `name` for the others."""
 
     scheme: str
     host: str = ""
@@ -42,8 +44,8 @@ class Url:
 
     @property
     def is_abstract(self) -> bool:
-        """For ipc: the name is in the abstract namespace, no file belongs to it."""
-        return self.scheme == "ipc" and self.name.startswith("@")
+        """For unix sockets: the name is in the abstract namespace, no file belongs to it."""
+        return self.scheme in _UNIX and self.name.startswith("@")
 
     def __str__(self) -> str:
         if self.scheme == "tcp":
@@ -96,14 +98,14 @@ def _parse_one(text: str, whole: str) -> Url:
         )
     if scheme == "tcp":
         return _parse_tcp(rest, whole)
-    if scheme == "ipc":
+    if scheme in _UNIX:
         if rest and not rest.startswith(("/", "@")):
-            raise ValueError(f"{whole!r}: after ipc:// comes an absolute path (ipc:///tmp/x) or @name")
+            raise ValueError(f"{whole!r}: after {scheme}:// comes an absolute path ({scheme}:///tmp/x) or @name")
         if rest == "@":
-            raise ValueError(f"{whole!r}: the name after @ is missing; ipc:// alone lets the listener pick one")
+            raise ValueError(f"{whole!r}: the name after @ is missing; {scheme}:// alone lets the listener pick one")
         if "\0" in rest:
             raise ValueError(f"{whole!r}: a NUL byte cannot be part of an address")
-        return Url("ipc", name=rest)
+        return Url(scheme, name=rest)
     if scheme == "inproc":
         return Url("inproc", name=rest)
     raise ValueError(f"{whole!r}: unknown scheme {scheme!r}, expected one of {', '.join(SCHEMES)}")

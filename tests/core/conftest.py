@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from net import Net, until
 
 
-@pytest.fixture(params=["inproc-caller", "inproc-thread", "ipc-caller", "ipc-thread"])
+@pytest.fixture(params=["inproc-caller", "inproc-thread", "shm-caller", "shm-thread"])
 def net(request: pytest.FixtureRequest) -> Iterator[Net]:
     """Over each transport, with each driver."""
     yield from _net(*request.param.split("-"))

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from monarch.core import codec
 from monarch.core.codec import decode, encode, encode_call, private_parts
 from monarch.core.tensors import OUT_OF_BAND_BYTES
+from monarch.transports import memory
 
 LARGE = OUT_OF_BAND_BYTES
 ATOMS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
@@ -206,9 +207,9 @@ def test_plain_memory_has_the_size_and_can_be_written(monkeypatch: pytest.Monkey
         pytest.importorskip("numpy")
     else:
         monkeypatch.setitem(sys.modules, "numpy", None)
-    memory = codec.allocate_plain(size)
-    memory[:] = b"x" * size
-    assert memory.nbytes == size and not memory.readonly and memory.format == "B"
+    room = memory.allocate(size)
+    room[:] = b"x" * size
+    assert room.nbytes == size and not room.readonly and room.format == "B"
 
 
 def test_buffers_of_others_are_snapshots_too() -> None:

@@ -50,6 +50,7 @@ def test_the_defaults_are_those_of_the_table(table):
         "send_buffer_bytes": 268435456,
         "stack_signal": "SIGURG",
         "preload": "auto",
+        "shared_memory_bytes": 8 << 30,
     }
 
 

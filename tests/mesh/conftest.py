@@ -14,7 +14,7 @@ from monarch.testing.plugin import monarch_client, monarch_settings
 
 __all__ = ["monarch_client", "monarch_settings"]
 
-COMBINATIONS = [(transport, driver) for transport in ("inproc", "ipc", "tcp") for driver in ("caller", "thread")]
+COMBINATIONS = [(transport, driver) for transport in ("inproc", "shm", "tcp") for driver in ("caller", "thread")]
 
 
 @define
@@ -56,14 +56,14 @@ def spawn(shared: Shared) -> Iterator[Callable[..., Any]]:
         stop.get(10)
 
 
-@pytest.fixture(params=["inproc", "ipc", pytest.param("tcp", marks=pytest.mark.slow)])
+@pytest.fixture(params=["inproc", "shm", pytest.param("tcp", marks=pytest.mark.slow)])
 def client(request: pytest.FixtureRequest) -> Iterator[TestClient]:
     """A fresh client over each transport, for tests that end things."""
     with fresh_client(request.param, cleanup_timeout="1s", process_exit_timeout="3s") as client:
         yield client
 
 
-@pytest.fixture(params=["ipc", pytest.param("tcp", marks=pytest.mark.slow)])
+@pytest.fixture(params=["shm", pytest.param("tcp", marks=pytest.mark.slow)])
 def real_client(request: pytest.FixtureRequest) -> Iterator[TestClient]:
     """A fresh client whose processes are real."""
     with fresh_client(request.param, cleanup_timeout="1s", process_exit_timeout="3s") as client:

@@ -37,7 +37,7 @@ MIB = 1 << 20
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(params=["inproc", "ipc", "tcp"])
+@pytest.fixture(params=["inproc", "ipc", "shm", "tcp"])
 def transport(request: pytest.FixtureRequest) -> Transport:
     transport = registry.get(request.param)
     viability = transport.viability()
@@ -177,7 +177,7 @@ def test_close_gives_up_on_a_peer_that_does_not_read(transport, links):
     left, _ = links
     if transport.scheme == "inproc":
         pytest.skip("what was sent in a process has arrived")
-    Sender(left, [[bytes(MIB)]] * 40).step()
+    Sender(left, [[bytes(60_000)]] * 700).step()
     start_s = time.monotonic()
     assert left.close(0.2) is False
     assert time.monotonic() - start_s < WAIT_S / 2
@@ -240,7 +240,7 @@ def test_abort_inside_a_large_frame_is_seen_as_severed(transport, links):
     if transport.scheme == "inproc":
         pytest.skip("frames in a process arrive whole")
     left.send_nowait([[b"first"]])
-    left.send_nowait([[bytes(64 * MIB)]])
+    left.send_nowait([[bytes(60_000)] * 1000])
     receiver = Receiver(right)
     wait_until(receiver.step, right)
     left.abort()
@@ -303,7 +303,7 @@ def test_a_killed_process_is_seen_by_one_who_only_sends(over_processes, listener
     with start_peer(listener.url) as peer:
         link = accept_one(listener)
         try:
-            sender = Sender(link, [[bytes(100_000)]] * 1000)
+            sender = Sender(link, [[bytes(50_000)]] * 2000)
             assert not sender.step()
             peer.send_signal(signal.SIGKILL)
             peer.wait(WAIT_S)

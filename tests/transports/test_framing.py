@@ -145,7 +145,7 @@ def test_nonsense_is_refused(data):
 
 def test_what_cannot_fit_into_memory_is_refused():
     with pytest.raises(RemoteProtocolError, match="memory"):
-        FrameDecoder().feed(header(1).pack(1, (1 << 63) + 5))
+        FrameDecoder().feed(header(1).pack(1, (1 << 62) + 5))
 
 
 @pytest.mark.parametrize("cut", range(1, len(GOODBYE)))
@@ -180,3 +180,29 @@ def test_the_tail_of_a_discarded_stream_shows_a_goodbye(before, cut):
     assert tail.is_goodbye
     tail.feed(b"x")
     assert not tail.is_goodbye
+
+
+@given(shapes, st.lists(st.integers(1, 60), max_size=5))
+def test_parts_that_lie_elsewhere_keep_their_place(shape, cuts):
+    frames = build(shape)
+    places: list[bytes] = []
+
+    def describe(part: bytes) -> bytes | None:
+        if len(places) % 3 == 2:
+            return None  # no room
+        places.append(part)
+        return b"%024d" % (len(places) - 1)
+
+    def elsewhere(description: bytes, size_bytes: int) -> bytes:
+        part = places[int(description)]
+        assert len(part) == size_bytes
+        return part
+
+    data = b"".join(bytes(piece) for piece in encode_joined(frames, describe))
+    assert decode(FrameDecoder(elsewhere=elsewhere), data, [*cuts, 100_000]) == frames
+
+
+def test_a_part_elsewhere_is_refused_where_there_is_no_such_place():
+    (data,) = encode_joined([[bytes(BIG_BYTES)]], lambda part: bytes(24))
+    with pytest.raises(RemoteProtocolError, match="does not reach"):
+        FrameDecoder().feed(bytes(data))

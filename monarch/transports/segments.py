@@ -1,0 +1,236 @@
+"""Segments of memory that the processes of a host share, and the objects that hold a place in one.
+
+A segment is an anonymous file of one process, mapped by it and by those that it lends to. First come the *marks*, then
+slots of one size. A receiver's hold on a slot is a *loan*: an object that exports the memory as a buffer, so that
+arrays and tensors which are built over it keep it alive. It ends by one byte, its mark, which the owner has set and
+the receiver clears. A byte has one writer at a time, so no lock is needed, and no message; the owner looks at the marks
+when it needs room.
+
+A mapping keeps the memory that it shows, so a loan outlives the owner of the segment. Pages are reserved before they
+are written: a write to memory that cannot be had would be a SIGBUS.
+
+A child that the user forks has its own copy of these objects; the end of a copy changes nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import weakref
+from collections.abc import Callable
+from types import CodeType
+from typing import Any, Final, Protocol
+
+SMALLEST_BYTES: Final = 64 << 10
+"""Of a slot. Smaller parts travel through the socket: two copies by the kernel cost less."""
+
+MARKS_EACH: Final = 256
+"""A slot can be lent to so many receivers at a time."""
+
+_SEGMENT_BYTES: Final = 256 << 20  # of address space; pages come when they are needed
+_MOST_SLOTS: Final = 256
+_RESERVE_BYTES: Final = 64 << 20  # in one call: a signal makes the kernel begin that call again
+_PAGE: Final = mmap.PAGESIZE
+_ENDLESS: Final = 1 << 46  # more than an address space has; views of it are cut to size
+
+Memory: Final = ctypes.c_ubyte * _ENDLESS
+"""Memory at an address, as an object that exports it."""
+
+_libc: Final = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_MAP_FAILED: Final = ctypes.c_void_p(-1).value
+
+
+class Mapping:
+    """A file of shared memory in this process's address space, until the last reference is gone. Holds no descriptor,
+    as an `mmap.mmap` would."""
+
+    __slots__ = ("address", "marks", "pid", "size_bytes")
+
+    def __init__(self, fd: int) -> None:
+        """Raises: OSError."""
+        self.size_bytes = 0
+        size = os.fstat(fd).st_size
+        address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
+        if address is None or address == _MAP_FAILED:
+            code = ctypes.get_errno()
+            raise OSError(code, f"cannot map {size} bytes of shared memory: {os.strerror(code)}")
+        self.address, self.size_bytes = address, size
+        self.marks = (ctypes.c_ubyte * size).from_address(address)
+        self.pid = os.getpid()
+
+    def __del__(self, munmap: Any = _libc.munmap) -> None:
+        if self.size_bytes:
+            munmap(self.address, self.size_bytes)
+
+
+class _End(weakref.ref[CodeType]):
+    """Calls `action(*arguments)` when the object that holds `token` is gone.
+
+    A finalizer of that object itself, or a weak reference to it, would be called too early where the object is part of
+    a cycle: others in the cycle have finalizers that may still use it, or bring it back to life. The token must
+    therefore be something that the collector does not know, so that it goes when it is really let go. Code objects are
+    the only ones of the kind that can be referenced weakly. 0.5 us.
+    """
+
+    __slots__ = ("action", "arguments")
+    action: Callable[..., None]
+    arguments: tuple[Any, ...]
+
+
+_ends: Final[dict[int, _End]] = {}
+_CODE: Final = (lambda: None).__code__
+
+
+def at_end(action: Callable[..., None], *arguments: Any) -> CodeType:
+    """A token. `action` takes no lock: a collection may run it anywhere."""
+    token = _CODE.replace()
+    end = _End(token, _ended)
+    end.action, end.arguments = action, arguments
+    _ends[id(end)] = end
+    return token
+
+
+def _ended(end: Any, ends: dict[int, _End] = _ends) -> None:
+    del ends[id(end)]
+    end.action(*end.arguments)
+
+
+class Loan(Memory):  # type: ignore[misc, valid-type]
+    """A receiver's hold on a slot."""
+
+    end: CodeType
+
+
+def _give_back(mapping: Mapping, mark: int) -> None:
+    if mapping.pid == os.getpid():
+        mapping.marks[mark] = 0
+
+
+def borrow(mapping: Mapping, offset: int, size_bytes: int, mark: int) -> memoryview:
+    """The memory at `offset`, writable; the mark is cleared when the last object that uses it is gone.
+
+    Raises:
+        ValueError: it is not inside the mapping.
+    """
+    if offset + size_bytes > mapping.size_bytes or mark >= mapping.size_bytes:
+        raise ValueError(f"{size_bytes} bytes at {offset} of a segment of {mapping.size_bytes}")
+    loan = Loan.from_address(mapping.address + offset)
+    loan.end = at_end(_give_back, mapping, mark)  # keeps the mapping
+    return memoryview(loan).cast("B")[:size_bytes]
+
+
+class Holder(Protocol):
+    """Whom slots are lent to."""
+
+    @property
+    def is_gone(self) -> bool:
+        """Its process has ended: it will not clear its marks."""
+        ...
+
+
+class Segment:
+    """A file with places for slots of one size: first the marks of all, then the slots."""
+
+    def __init__(self, number: int, slot_bytes: int) -> None:
+        """Raises: OSError."""
+        self.number = number
+        self.slot_bytes = slot_bytes
+        self.slot_count = max(1, min(_SEGMENT_BYTES // slot_bytes, _MOST_SLOTS))
+        self.head_bytes = in_pages(self.slot_count * MARKS_EACH)
+        self.fd = -1
+        self.fd = os.memfd_create("monarch", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, self.head_bytes + self.slot_count * slot_bytes)
+        os.posix_fallocate(self.fd, 0, self.head_bytes)
+        self.mapping = Mapping(self.fd)
+
+    def __del__(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+
+
+class Slot:
+    """One place in a segment. Belongs to its pool, then to its lease."""
+
+    __slots__ = (
+        "address",
+        "first_mark",
+        "free_since_s",
+        "lent",
+        "lent_count",
+        "offset",
+        "receivers",
+        "reserved_bytes",
+        "segment",
+    )
+
+    def __init__(self, segment: Segment, index: int) -> None:
+        self.segment = segment
+        self.offset = segment.head_bytes + index * segment.slot_bytes
+        self.address = segment.mapping.address + self.offset
+        self.first_mark = index * MARKS_EACH
+        self.reserved_bytes = 0
+        self.receivers = 1
+        self.lent: list[tuple[int, Holder]] = []  # (mark, who), since it was last free
+        self.lent_count = 0
+        self.free_since_s = 0.0
+
+    def reserve(self, size_bytes: int) -> None:
+        """Have pages for so much; they may be written then.
+
+        Raises:
+            OSError: the system has not so much memory.
+        """
+        for start in range(self.reserved_bytes, size_bytes, _RESERVE_BYTES):
+            length = min(_RESERVE_BYTES, size_bytes - start)
+            os.posix_fallocate(self.segment.fd, self.offset + start, length)
+            self.reserved_bytes = start + length
+
+    def discard(self) -> bool:
+        """Give the pages back to the system; False where it refuses."""
+        if _libc.madvise(self.address, self.segment.slot_bytes, mmap.MADV_REMOVE):
+            return False
+        self.reserved_bytes = 0
+        return True
+
+    def lend(self, holder: Holder) -> int | None:
+        """The mark that `holder` is to clear, or None when it cannot be lent to so many."""
+        if self.lent_count == MARKS_EACH:
+            return None
+        mark = self.first_mark + self.lent_count
+        self.lent_count += 1
+        self.segment.mapping.marks[mark] = 1
+        self.lent.append((mark, holder))
+        return mark
+
+    @property
+    def kind(self) -> int:
+        """Exponent of the size."""
+        return self.segment.slot_bytes.bit_length() - 1
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nobody to whom it was lent has it any more. For one whose lease is gone."""
+        if self.lent:
+            marks = self.segment.mapping.marks
+            self.lent = [(mark, holder) for mark, holder in self.lent if marks[mark] and not holder.is_gone]
+        return not self.lent
+
+
+def can_share() -> str:
+    """Why this system cannot share memory as it is done here; empty when it can."""
+    if not hasattr(os, "memfd_create") or not hasattr(mmap, "MADV_REMOVE"):
+        return "this platform has no anonymous shared files (memfd_create)"
+    try:
+        Segment(0, SMALLEST_BYTES)
+    except OSError as error:
+        return f"a file of shared memory cannot be had: {error.strerror or error}"
+    return ""
+
+
+def in_pages(size_bytes: int) -> int:
+    return -(-size_bytes // _PAGE) * _PAGE

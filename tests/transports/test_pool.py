@@ -1,0 +1,220 @@
+"""Memory that is lent to other processes: whose it is, when it comes back, and what the system gets back."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from attrs import define
+
+from monarch.transports import pool as pool_module
+from monarch.transports import registry
+from monarch.transports.pool import Pool
+from monarch.transports.segments import MARKS_EACH, SMALLEST_BYTES, Mapping, borrow, can_share
+
+pytestmark = pytest.mark.skipif(bool(can_share()), reason=can_share() or "it can")
+
+MIB = 1 << 20
+
+
+@define
+class Holder:
+    is_gone: bool = False
+
+
+@pytest.fixture
+def pool() -> Pool:
+    return Pool(64 * MIB)
+
+
+def lent(pool: Pool, memory: memoryview, holder: Holder | None = None) -> memoryview:
+    """As a receiver gets it."""
+    slot = pool.slot_of(memory)
+    assert slot is not None
+    mark = slot.lend(holder or Holder())
+    assert mark is not None
+    return borrow(Mapping(slot.segment.fd), slot.offset, len(memory), mark)
+
+
+def test_a_receiver_sees_what_the_sender_wrote_and_may_write(pool):
+    memory = pool.allocate(100_000)
+    memory[:3] = b"abc"
+    theirs = lent(pool, memory)
+    assert bytes(theirs[:3]) == b"abc" and len(theirs) == 100_000 and theirs.format == "B"
+    theirs[0] = 0
+    assert memory[0] == 0
+
+
+def test_a_slot_is_free_when_its_lease_and_all_loans_have_ended(pool):
+    memory = pool.allocate(MIB, receivers=2)
+    first, second = lent(pool, memory), lent(pool, memory)
+    del memory
+    assert pool.statistics()["lent_slots"] == 1
+    part = first[5:]
+    del first
+    assert pool.statistics()["lent_slots"] == 1
+    del part
+    assert pool.statistics()["lent_slots"] == 1
+    del second
+    assert pool.statistics() == {
+        "limit_bytes": 64 * MIB,
+        "reserved_bytes": MIB,
+        "segments": 1,
+        "free_slots": 1,
+        "lent_slots": 0,
+    }
+
+
+def test_a_loan_in_a_cycle_ends_after_the_finalizers_of_the_cycle(pool):
+    """They may use its memory, or bring it back."""
+    seen: list[int] = []
+
+    class Owner:
+        def __init__(self, memory: memoryview) -> None:
+            self.memory, self.me = memory, self
+
+        def __del__(self) -> None:
+            seen.append(pool.statistics()["lent_slots"])
+
+    memory = pool.allocate(MIB)
+    Owner(lent(pool, memory))
+    del memory
+    gc.collect()
+    assert seen == [1]
+    assert pool.statistics()["lent_slots"] == 0
+
+
+def test_what_a_dead_process_held_is_free(pool):
+    memory, holder = pool.allocate(MIB), Holder()
+    kept = lent(pool, memory, holder)
+    del memory
+    assert pool.statistics()["lent_slots"] == 1
+    holder.is_gone = True
+    assert pool.statistics()["lent_slots"] == 0
+    del kept
+
+
+def test_slots_are_used_again(pool):
+    for _ in range(300):
+        memory = pool.allocate(MIB)
+        theirs = lent(pool, memory)
+        del memory, theirs
+    assert pool.statistics()["reserved_bytes"] == MIB
+
+
+def test_slots_that_are_lent_for_long_do_not_hide_those_that_come_back(pool):
+    held = [lent(pool, pool.allocate(SMALLEST_BYTES)) for _ in range(100)]
+    for _ in range(300):
+        lent(pool, pool.allocate(SMALLEST_BYTES))
+    assert pool.statistics()["reserved_bytes"] <= 120 * SMALLEST_BYTES
+    assert len(held) == 100
+
+
+def test_the_limit_holds_and_unused_slots_of_other_sizes_make_room(pool):
+    for size in (MIB, 16 * MIB):
+        del [pool.allocate(size) for _ in range(3)][:]
+    assert pool.statistics()["reserved_bytes"] == 51 * MIB
+    whole = pool.allocate(64 * MIB)
+    assert whole is not None
+    assert pool.statistics()["reserved_bytes"] == 64 * MIB
+    assert pool.allocate(SMALLEST_BYTES) is None
+    assert pool.allocate(65 * MIB) is None
+    del whole
+    assert pool.allocate(SMALLEST_BYTES) is not None
+
+
+def test_small_parts_and_too_many_receivers_take_another_way(pool):
+    assert pool.allocate(SMALLEST_BYTES - 1) is None
+    assert pool.allocate(SMALLEST_BYTES, MARKS_EACH + 1) is None
+    memory = pool.allocate(SMALLEST_BYTES, MARKS_EACH)
+    slot = pool.slot_of(memory)
+    marks = [slot.lend(Holder()) for _ in range(MARKS_EACH)]
+    assert len(set(marks)) == MARKS_EACH
+    assert slot.lend(Holder()) is None
+
+
+def test_memory_goes_back_to_the_system_when_it_is_not_used(pool):
+    kept = lent(pool, pool.allocate(MIB))
+    kept[0] = 7
+    del [pool.allocate(16 * MIB) for _ in range(2)][:]
+    pages = os.stat(f"/proc/self/fd/{pool._segments[1].fd}").st_blocks
+    pool.trim(idle_s=3600)
+    assert pool.statistics()["reserved_bytes"] == 33 * MIB
+    pool.trim(idle_s=0)
+    assert pool.statistics()["reserved_bytes"] == MIB
+    assert os.stat(f"/proc/self/fd/{pool._segments[1].fd}").st_blocks < pages / 100
+    assert kept[0] == 7
+    assert pool.allocate(16 * MIB) is not None
+
+
+def test_nothing_is_taken_that_the_system_does_not_have(pool, monkeypatch):
+    monkeypatch.setattr(pool_module, "available_bytes", lambda: 3 * MIB)
+    assert pool.allocate(2 * MIB) is None
+    monkeypatch.setattr(pool_module, "available_bytes", lambda: 1 << 40)
+    assert pool.allocate(2 * MIB) is None  # it does not ask again at once
+    pool._refused_until_s = 0.0
+    assert pool.allocate(2 * MIB) is not None
+
+
+def test_a_refusal_of_the_system_leaves_the_pool_as_it_was(pool, monkeypatch):
+    def refuse(fd: int, offset: int, length: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    assert pool.allocate(SMALLEST_BYTES) is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", refuse)
+        assert pool.allocate(2 * SMALLEST_BYTES - 1) is None
+    pool._refused_until_s = 0.0
+    assert pool.statistics()["reserved_bytes"] == SMALLEST_BYTES
+    assert pool.allocate(2 * SMALLEST_BYTES - 1) is not None
+
+
+def test_memory_outlives_its_pool():
+    pool = Pool(MIB)
+    memory = pool.allocate(MIB)
+    memory[:] = b"m" * MIB
+    theirs = lent(pool, memory)
+    del memory, pool
+    gc.collect()
+    assert bytes(theirs) == b"m" * MIB
+
+
+def test_a_place_outside_the_segment_is_refused(pool):
+    memory = pool.allocate(MIB)
+    mapping = Mapping(pool.slot_of(memory).segment.fd)
+    with pytest.raises(ValueError, match="of a segment of"):
+        borrow(mapping, mapping.size_bytes - 10, 11, 0)
+    with pytest.raises(ValueError, match="of a segment of"):
+        borrow(mapping, 0, 10, mapping.size_bytes)
+
+
+def test_a_forked_child_gives_nothing_back():
+    """What a child of fork lets go of, its parent still has."""
+    code = """
+import os
+from monarch.transports import registry
+from monarch.transports.segments import Mapping, borrow
+class Holder: is_gone = False
+pool = registry.get("shm").memory
+memory = pool.allocate(1 << 20)
+slot = pool.slot_of(memory)
+theirs = borrow(Mapping(slot.segment.fd), slot.offset, 1 << 20, slot.lend(Holder()))
+del memory
+pid = os.fork()
+if not pid:
+    del theirs
+    assert registry.get("shm").memory is not pool
+    os._exit(0)
+assert os.waitpid(pid, 0)[1] == 0
+assert pool.statistics()["lent_slots"] == 1
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=20, cwd=Path(__file__).parents[2])
+
+
+def test_the_pool_of_the_transport_is_bounded():
+    memory = registry.get("shm").memory
+    assert memory is not None and memory.limit_bytes > 0

@@ -1,0 +1,131 @@
+"""What travels in shared memory, whose it is at the other end, and what becomes of it when one end dies."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from monarch.errors import RemoteProtocolError
+from monarch.transports import registry
+from monarch.transports.base import Link
+from monarch.transports.framing import ELSEWHERE, header
+from monarch.transports.pool import Pool
+from tests.transports.drive import SECRET, WAIT_S, Receiver, connected, exchange, wait_until
+
+TRANSPORT = registry.get("shm")
+MIB = 1 << 20
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.skipif(not TRANSPORT.viability().ok, reason=TRANSPORT.viability().reason)
+
+
+@pytest.fixture
+def pool(monkeypatch: pytest.MonkeyPatch) -> Pool:
+    pool = Pool(64 * MIB)
+    monkeypatch.setattr(TRANSPORT, "memory", pool)
+    return pool
+
+
+@pytest.fixture
+def links(pool: Pool) -> Iterator[tuple[Link, Link]]:
+    with connected(TRANSPORT) as pair:
+        yield pair
+
+
+def test_a_large_part_is_lent_and_comes_back(pool, links):
+    (frame,) = exchange(*links, [[b"head", b"x" * MIB, b"tail"]])
+    assert frame[0] == b"head" and frame[1] == b"x" * MIB and frame[2] == b"tail"
+    assert pool.statistics()["lent_slots"] == 1
+    del frame
+    assert pool.statistics()["lent_slots"] == 0
+    assert pool.statistics()["free_slots"] == 1
+
+
+def test_memory_of_the_pool_is_not_copied_and_belongs_to_its_only_receiver(pool, links):
+    memory = pool.allocate(MIB)
+    memory[:] = b"x" * MIB
+    ((arrived,),) = exchange(*links, [[memory]])
+    arrived[0] = 7
+    assert memory[0] == 7
+    assert pool.statistics()["reserved_bytes"] == MIB
+
+
+def test_memory_for_several_receivers_arrives_as_private_copies(pool, links):
+    memory = pool.allocate(MIB, receivers=2)
+    memory[:] = b"x" * MIB
+    (first,), (second,) = exchange(*links, [[memory], [memory]])
+    first[0] = 7
+    assert second == memory == b"x" * MIB
+    del memory
+    assert pool.statistics()["lent_slots"] == 0
+
+
+def test_what_is_sent_on_is_copied(pool, links):
+    left, right = links
+    ((arrived,),) = exchange(left, right, [[b"x" * MIB]])
+    ((back,),) = exchange(right, left, [[arrived]])
+    back[0] = 7
+    assert arrived == b"x" * MIB
+
+
+@pytest.mark.parametrize("limit_bytes", [0, MIB])
+def test_without_room_parts_go_through_the_socket(pool, links, limit_bytes):
+    pool.limit_bytes = limit_bytes
+    got = exchange(*links, [[b"%d" % i, bytes([i]) * MIB] for i in range(5)])
+    assert [bytes(frame[1][:1])[0] for frame in got] == [0, 1, 2, 3, 4]
+    assert all(not memoryview(frame[1]).readonly for frame in got)
+    assert pool.statistics()["reserved_bytes"] == limit_bytes
+
+
+def test_many_sizes_pass_over_one_link(pool, links):
+    frames = [[bytes([i]) * ((1 << (i % 9 + 15)) + i)] for i in range(60)]
+    for frame, (part,) in zip(frames, exchange(*links, frames), strict=True):
+        assert part == frame[0]
+
+
+def test_a_description_of_what_is_not_there_breaks_the_link(links):
+    left, right = links
+    left._sock.send(header(1).pack(1, ELSEWHERE | 100_000) + bytes(24))
+    assert isinstance(Receiver(right).until_end(), RemoteProtocolError)
+
+
+PEER = """
+import sys, select
+from monarch.transports import registry
+link = registry.get("shm").dial(sys.argv[1], sys.stdin.buffer.read(), 20)
+poll = select.poll()
+poll.register(link.fileno(), select.POLLIN)
+held = []
+while not held:
+    poll.poll(20000)
+    held = link.recv_nowait()
+assert held[0][0][-1] == 120
+print("held", flush=True)
+poll.poll(60000)
+"""
+
+
+def test_what_a_killed_process_held_is_free_again(pool):
+    listener = TRANSPORT.listen("shm://", SECRET)
+    command = [sys.executable, "-c", PEER, listener.url]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as peer:
+        try:
+            assert peer.stdin is not None and peer.stdout is not None
+            peer.stdin.write(SECRET)
+            peer.stdin.close()
+            link = wait_until(listener.accept_nowait, listener)[0]
+            link.send_nowait([[b"x" * MIB]])
+            assert peer.stdout.readline() == b"held\n"
+            assert pool.statistics()["lent_slots"] == 1
+            peer.kill()
+            peer.wait(WAIT_S)
+            Receiver(link).until_end()
+            link.abort()
+            assert pool.statistics()["lent_slots"] == 0
+        finally:
+            peer.kill()
+            listener.close()

@@ -336,6 +336,14 @@ SETTINGS: Final[Mapping[str, Setting]] = {
             "poison_failed_procs", Bool(), False, "A process whose actor failed takes no others, as in Monarch.", _OURS
         ),
         Setting(
+            "undeliverable_fails_sender",
+            Bool(),
+            True,
+            "An actor fails whose message came back and who neither handles that nor owns the receiver; "
+            "False: a warning.",
+            _OURS,
+        ),
+        Setting(
             "send_buffer_bytes", Int(1), 256 << 20, "How much may queue for one peer before its senders wait.", _OURS
         ),
         Setting(
@@ -394,6 +402,7 @@ BoolName = Literal[
     "poison_failed_procs",
     "prefix_with_rank",
     "rdma_allow_tcp_fallback",
+    "undeliverable_fails_sender",
 ]
 StrName = Literal["default_transport", "link_driver", "stack_signal", "preload", "rdma_path"]
 

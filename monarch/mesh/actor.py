@@ -85,7 +85,9 @@ class Actor:
         return logger
 
     def _handle_undeliverable_message(self, message: Any) -> bool:
-        """A message that this actor sent came back. True: dealt with; otherwise it is logged."""
+        """A message came back that this actor had sent and expects no answer to: a broadcast, or a value for a port.
+        True: dealt with. Otherwise the actor fails, unless it owns the receiver, and so hears of its end anyway, or the
+        message may have been delivered after all; then a warning is logged."""
         return False
 
 

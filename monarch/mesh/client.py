@@ -19,9 +19,9 @@ import time
 from collections.abc import Callable
 from datetime import datetime
 from types import TracebackType
-from typing import Any
 
 from monarch.core import settings
+from monarch.core.envelope import Envelope
 from monarch.core.future import Future
 from monarch.core.ids import ActorId, ProcId, Uid, new_number
 from monarch.core.monitor import Down
@@ -35,7 +35,7 @@ from monarch.mesh.host import HostAgent, ProcessStarter, Starter
 from monarch.mesh.inspector import Collector
 from monarch.mesh.shape import Region, Slice
 from monarch.mesh.undeliverable import Undeliverable
-from monarch.supervision.failure import MeshFailure
+from monarch.supervision.failure import Member, MeshFailure
 from monarch.transports import registry
 from monarch.transports.url import parse
 
@@ -87,8 +87,13 @@ class RootClient(ProcClient):
         if self._shutdown is None:
             self._faults.put(failure)
 
-    def undeliverable(self, envelope: Any, down: Down) -> None:
-        Undeliverable.of(self, envelope, down).warn("the client", down)
+    def undeliverable(self, envelope: Envelope, down: Down) -> None:
+        message = Undeliverable.of(self, envelope, down)
+        if not self.must_hear_of(envelope):
+            message.warn("the client", down)
+        elif self._shutdown is None:
+            failed = self.proc_runtime.failed(message.what()).because(down)
+            self._faults.put(MeshFailure(self.name, [0], Member(self.class_name, self.name), failed))
 
     def shutdown(self) -> Future[None]:
         """Stop everything that this client owns; idempotent."""

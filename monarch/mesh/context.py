@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextvars
 import threading
+from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from attrs import define, evolve
 
+from monarch.core import settings
+from monarch.core.envelope import Envelope, Flag, Kind
 from monarch.core.ids import ActorId, ProcId
 from monarch.core.instance import Instance as CoreInstance
 from monarch.core.instance import Sender
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
     from monarch.mesh.ownership import Owned
     from monarch.mesh.proc_mesh import ProcMesh
     from monarch.supervision.failure import MeshFailure
+
+_ONCE_OWNED: Final = 256
 
 EMPTY_EXTENT = Extent((), ())
 NOWHERE = Point(0, EMPTY_EXTENT)
@@ -67,6 +72,7 @@ class Spawner(Sender):
         self.name, self.class_name, self.rank = name, class_name, rank
         self.proc_mesh, self.creator = proc_mesh, creator
         self.owned: dict[int, Owned] = {}
+        self.owned_once: deque[int] = deque(maxlen=_ONCE_OWNED)  # numbers of the last meshes that have ended
         self.on_release: Callable[[Down], None] | None = None  # stops what has an order of its own; blocks, bounded
 
     @property
@@ -86,6 +92,13 @@ class Spawner(Sender):
 
     def refuse_closed(self) -> None:
         """Raises: RuntimeError, when nothing can be spawned any more."""
+
+    def must_hear_of(self, envelope: Envelope) -> bool:
+        """Whether a message of this actor's that came back is a failure: it was surely not delivered, and the receiver
+        is somebody else's, so that nothing else tells."""
+        number = envelope.src_actor if envelope.kind == Kind.BOUNCE else envelope.dst_actor
+        mine = number == self.actor_id.number or number in self.owned or number in self.owned_once
+        return not mine and not envelope.flags & Flag.UNSURE and settings.get("undeliverable_fails_sender")
 
     def supervise(self, failure: MeshFailure) -> None:
         """Something that this actor owns has failed. Called from any thread."""

@@ -156,7 +156,9 @@ class ActorBehavior:
         proc = runtime.proc_id if envelope.src_proc == runtime.key else peer.proc if peer is not None else None
         assert proc is not None
         port = PortId(ActorId(proc, envelope.src_actor), envelope.reply_port)
-        return Port(port, envelope.rank, self._instance)
+        reply: Port[Any] = Port(port, envelope.rank, self._instance)
+        reply.return_undeliverable = False  # that a caller is gone is no news for the actor which answers it
+        return reply
 
     def _run_sync(
         self, served: Served, envelope: Envelope, spec: EndpointSpec, port: Port[Any] | None, args: Any, kwargs: Any
@@ -319,13 +321,19 @@ class ActorBehavior:
         self._instance._end(down.because(child))
 
     def undeliverable(self, envelope: Envelope, down: Down) -> None:
+        """A message of this actor's came back that nobody waits for the answer of."""
         message = Undeliverable.of(self._instance, envelope, down)
         try:
             handled = self._actor is not None and self._actor._handle_undeliverable_message(message)
         except Exception:
             log.exception("undeliverable.handler_failed", actor=self._instance.member)
             handled = False
-        if not handled:
+        if handled:
+            return
+        if self._instance.must_hear_of(envelope):
+            failed = self._instance.proc_runtime.failed(f"{self._instance.member}: {message.what()}")
+            self._instance._end(failed.because(down))
+        else:
             message.warn(self._instance.member, down)
 
     # ---- the end

@@ -66,6 +66,7 @@ class OwnedActors:
         self.owner.forget(self.procs[rank].key, self.number)
         if all_down:
             self.owner.owned.pop(self.number, None)
+            self.owner.owned_once.append(self.number)
             self._books.actors.pop(self.number, None)
             self._stopped._complete(lambda: None)
         if not expected:

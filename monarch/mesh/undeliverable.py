@@ -1,7 +1,7 @@
 """A message that came back although nobody waits for its answer: a broadcast, or a value sent to a port.
 
-Its sender hears of it, if it is an actor that wants to; otherwise a warning says what did not arrive where, and how to
-have it otherwise.
+Its sender hears of it, if it is an actor that wants to. Otherwise it fails, where nothing else tells it
+(`Spawner.must_hear_of`); elsewhere a warning says what did not arrive where, and how to have it otherwise.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Undeliverable:
         peer = runtime.gateway.peers.get(key)
         actor = ActorId(runtime.proc_id if peer is None else peer.proc, number)
         dest = f"port {PortId(actor, port)}" if port else f"actor {down.actor or actor}"
-        return cls(str(sender.actor_id), dest, f"undeliverable message to {dest}: {down}", bool(port))
+        return cls(str(sender.actor_id), dest, str(down), bool(port))
 
     def sender(self) -> str:
         return self._sender
@@ -50,8 +50,11 @@ class Undeliverable:
         """The actor, or the port."""
         return self._dest
 
+    def what(self) -> str:
+        return f"undeliverable message to {self._dest}"
+
     def error_msg(self) -> str:
-        return self._error
+        return f"{self.what()}: {self._error}"
 
     def warn(self, sender: str, down: Down) -> None:
         """Log it."""

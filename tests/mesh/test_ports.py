@@ -86,6 +86,7 @@ def test_an_exception_travels_as_it_is(spawn: Spawn, shared: Shared, channel: An
 def test_a_once_port_takes_one_value(spawn: Spawn, shared: Shared) -> None:
     worker = spawn(Worker, on=shared.procs.slice(hosts=0, gpus=0))
     port, receiver = Channel[Any].open(once=True)
+    port.return_undeliverable = False
 
     worker.send_to.call_one(port, "first", "second").get(10)
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import monarch.actor
-from monarch.actor import ActorMesh, MeshFailure, SupervisionError, this_host
-from monarch.testing import Recorder, TestClient, wait_until_gone
+from monarch.actor import ActorMesh, Channel, MeshFailure, SupervisionError, this_host
+from monarch.testing import Recorder, TestClient, fresh_client, wait_until_gone
 from tests.mesh.actors import AsyncParent, Parent, Unsupervised, Worker
 
 
@@ -132,6 +132,70 @@ def test_a_graceful_stop_is_no_failure(client: TestClient, monkeypatch: pytest.M
     procs.stop().get(10)
 
     assert len(heard) == 0
+
+
+# ---- messages that come back
+
+
+def spawn_pair(owner_of_gone: Any) -> tuple[Any, Any]:
+    """A worker, and a reference to an actor that has failed, owned by `owner_of_gone` or by the client."""
+    procs = this_host().spawn_procs({"gpus": 2})
+    sender = procs.slice(gpus=0).spawn("sender", Worker)
+    spawn = procs.slice(gpus=1).spawn if owner_of_gone is None else owner_of_gone.spawn.call_one
+    gone = spawn("gone", Worker) if owner_of_gone is None else spawn("gone").get(10)
+    with pytest.raises(SupervisionError):
+        gone.leave.call_one().get(10)
+    return sender, gone
+
+
+def test_who_sends_to_a_failed_actor_of_others_and_does_not_care_fails(client: TestClient) -> None:
+    sender, gone = spawn_pair(None)
+    client.expect_fault("SystemExit")
+    sender.broadcast_to.call_one(gone, [1]).get(10)
+
+    failure = client.expect_fault("undeliverable message to")
+    assert failure.mesh_name == "sender"
+    assert "SystemExit" in failure.report()  # why it could not be delivered
+
+
+def test_the_owner_of_a_failed_actor_may_send_to_it(client: TestClient, caplog: pytest.LogCaptureFixture) -> None:
+    """It hears of the failure anyway, once; a broadcast that comes too late is no second one."""
+    _, gone = spawn_pair(None)
+    client.expect_fault("SystemExit")
+    gone.note.broadcast(1)
+    with pytest.raises(SupervisionError):
+        gone.echo.call_one(1).get(10)  # comes back after it
+
+    client.settle()
+    assert len(client.faults.values) == 1
+
+
+def test_the_client_hears_of_what_it_sent_to_a_failed_actor_of_others(client: TestClient, channel: Any) -> None:
+    port, receiver = channel
+    _, gone = spawn_pair(spawn_parent(port, "handle"))
+    receiver.recv().get(10)
+    gone.note.broadcast(1)
+
+    failure = client.expect_fault("undeliverable message to")
+    assert "RootClientActor client" in failure.report()
+
+
+@pytest.mark.parametrize("transport", ["inproc", "ipc"])
+def test_undeliverable_messages_can_be_made_warnings(transport: str, caplog: pytest.LogCaptureFixture) -> None:
+    with fresh_client(transport, undeliverable_fails_sender=False) as client:
+        sender, gone = spawn_pair(None)
+        client.expect_fault("SystemExit")
+        sender.broadcast_to.call_one(gone, [1]).get(10)
+        assert sender.echo.call_one(1).get(10) == 1
+
+
+def test_what_a_silent_port_does_not_take_is_dropped(client: TestClient) -> None:
+    sender = this_host().spawn_procs().spawn("sender", Worker)
+    port, receiver = Channel[Any].open()
+    port.return_undeliverable = False
+    del receiver
+    sender.send_to.call_one(port, 1).get(10)
+    assert sender.echo.call_one(1).get(10) == 1
 
 
 PROGRAM = """

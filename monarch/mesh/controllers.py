@@ -10,7 +10,7 @@ from monarch.mesh.actor import Actor, class_of
 from monarch.mesh.actor_mesh import ActorMesh
 from monarch.mesh.context import context
 from monarch.mesh.endpoint import endpoint
-from monarch.mesh.proc_mesh import check_spawn
+from monarch.mesh.proc_mesh import spawnable
 from monarch.mesh.shape import Region, Slice
 from monarch.supervision.failure import MeshFailure
 
@@ -72,9 +72,9 @@ def get_or_spawn_controller(name: str, Class: type[A], *args: Any, **kwargs: Any
     Raises:
         ValueError, TypeError: as `ProcMesh.spawn`.
     """
-    check_spawn(name, Class, args, kwargs)
+    cls = spawnable(name, Class, args, kwargs)
     root = context().actor_instance.proc_runtime.root  # type: ignore[attr-defined]
     mesh: ActorMesh[Controllers] = ActorMesh(
         _NUMBER, "controllers", Controllers, class_of(Controllers).name, [root], _UNITY, _UNITY
     )
-    return cast(Future[A], mesh.get_or_spawn.call_one(name, Class, args, kwargs))
+    return cast(Future[A], mesh.get_or_spawn.call_one(name, cls, args, kwargs))

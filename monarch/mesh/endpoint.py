@@ -82,6 +82,9 @@ class EndpointProperty(Generic[P, R]):
         self._sends_itself = explicit_response_port
         self._instrument = instrument
         self._concurrent = concurrent
+        self.__wrapped__ = method
+        # Decorators that make the class anew, as attrs does for slots, look here for the cell behind `super()`.
+        self.__closure__ = getattr(method, "__closure__", None)
         self.__name__ = getattr(method, "__name__", "endpoint")
         self.__doc__ = method.__doc__
         self.__isabstractmethod__ = getattr(method, "__isabstractmethod__", False)

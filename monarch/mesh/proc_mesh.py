@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, cast, get_origin
 
 from monarch.core import codec
 from monarch.core.envelope import Envelope, Flag, Kind
@@ -39,18 +40,27 @@ def unregister_proc_mesh_spawn_callback(callback: Callable[[ProcMesh], None]) ->
     _spawn_callbacks.remove(callback)
 
 
-def check_spawn(name: str, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raises: ValueError and TypeError, as `ProcMesh.spawn` with these arguments."""
+def spawnable(name: str, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> type[Any]:
+    """The class that `ProcMesh.spawn` with these arguments makes actors of: `Box` for `Box[int]`.
+
+    Raises:
+        ValueError, TypeError: as `ProcMesh.spawn`.
+    """
+    cls = get_origin(cls) or cls
     if not (isinstance(cls, type) and issubclass(cls, Actor)):
         raise ValueError(f"spawn needs a subclass of Actor, not {cls!r}")
     if not isinstance(name, str):
         raise TypeError(f"the name of a mesh is a str, not {name!r}")
+    if inspect.isabstract(cls):
+        missing = ", ".join(sorted(cls.__abstractmethods__))  # type: ignore[attr-defined]
+        raise TypeError(f"{cls.__qualname__} is abstract and cannot be spawned: it has no {missing}")
     known = class_of(cls)
     taken = sorted(n for n in known.endpoints if n.startswith("_") and (n in RESERVED or hasattr(ActorMesh, n)))
     if taken:
         raise ValueError(f"{known.name} has endpoints whose names meshes use themselves: {', '.join(taken)}")
     known.check_kinds()
     known.check_arguments(args, kwargs)
+    return cls
 
 
 class ProcMesh(MeshView):
@@ -92,9 +102,9 @@ class ProcMesh(MeshView):
             TypeError: the arguments do not fit its constructor.
             RuntimeError: this mesh has been stopped.
         """
-        check_spawn(name, Class, args, kwargs)
+        cls = spawnable(name, Class, args, kwargs)
         self._refuse_stopped()
-        return cast(A, self._spawn(name, cast(type[A], Class), args, kwargs))
+        return cast(A, self._spawn(name, cls, args, kwargs))
 
     def _spawn(
         self, name: str, cls: type[Any], args: Any, kwargs: Any, number: int = 0, opens_gate: bool = False

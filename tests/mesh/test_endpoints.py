@@ -7,8 +7,10 @@ import inspect
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
+import attrs
 import pytest
 
 from monarch.actor import (
@@ -26,11 +28,13 @@ from monarch.actor import (
     endpoint,
     send,
     this_host,
+    this_proc,
 )
 from tests.mesh.actors import AsyncWorker, Names, Sender, Ticker, Worker
 from tests.mesh.conftest import Shared
 
 Spawn = Callable[..., Any]
+T = TypeVar("T")
 
 
 def one(shared: Shared) -> Any:
@@ -499,3 +503,49 @@ def test_an_endpoint_of_a_mesh_looks_like_its_method(monarch_client: Any) -> Non
     assert str(inspect.signature(mesh.explicit)) == "(*, n: 'int') -> 'None'"
     assert {"add", "explicit", "slice"} <= set(dir(mesh.slice(gpus=0)))
     assert inspect.getdoc(Endpoint).startswith("An endpoint of a mesh.")
+
+
+# Classes of all kinds
+
+
+class Doubler(Actor):
+    @endpoint
+    def double(self) -> Any:
+        return 2
+
+
+@attrs.define
+class Slotted(Doubler):
+    """attrs makes this class anew: `super()` must find the new one."""
+
+    value: int = 3
+
+    @endpoint
+    def double(self) -> Any:
+        return self.value * super().double()
+
+
+@dataclass
+class Data(Actor):
+    value: int
+
+    @endpoint
+    def double(self) -> Any:
+        return self.value * 2
+
+
+class Boxed(Actor, Generic[T]):
+    def __init__(self, value: T) -> None:
+        self.value = value
+
+    @endpoint
+    def double(self) -> tuple[T, T]:
+        return self.value, self.value
+
+
+def test_attrs_dataclasses_and_generics_can_be_actors(monarch_client: Any) -> None:
+    here = this_proc()
+
+    assert here.spawn("slotted", Slotted, value=4).double.call_one().get(10) == 8
+    assert here.spawn("data", Data, 5).double.call_one().get(10) == 10
+    assert here.spawn("boxed", Boxed[str], "x").double.call_one().get(10) == ("x", "x")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,6 +28,12 @@ from monarch.testing import fresh_client
 
 class Plain:
     pass
+
+
+class Abstract(Actor, abc.ABC):
+    @endpoint
+    @abc.abstractmethod
+    def step(self) -> None: ...
 
 
 class Echo(Actor):
@@ -73,6 +80,7 @@ REFUSED: list[tuple[Callable[[ProcMesh, Any], Any], type[Exception], str]] = [
     (lambda p, a: default_bootstrap_cmd().with_env({"N": 1}), TypeError, "not: {'N': 1}"),
     (lambda p, a: p.spawn("x", Plain), ValueError, "needs a subclass of Actor"),
     (lambda p, a: p.spawn("x", Echo()), ValueError, "needs a subclass of Actor"),
+    (lambda p, a: p.spawn("x", Abstract), TypeError, "Abstract is abstract and cannot be spawned: it has no step"),
     (lambda p, a: p.spawn(None, Echo), TypeError, "the name of a mesh is a str, not None"),
     (lambda p, a: p.spawn("x", Echo, 1, 2), TypeError, "Echo.*too many positional arguments"),
     (lambda p, a: get_or_spawn_controller("x", Plain), ValueError, "needs a subclass of Actor"),

@@ -29,12 +29,12 @@ from monarch.mesh.actor_mesh import ActorMesh
 from monarch.mesh.client import shutdown_context
 from monarch.mesh.context import Context, context, current_actor_name, current_rank, current_size
 from monarch.mesh.controllers import get_or_spawn_controller
+from monarch.mesh.debug_service import debug_controller
 from monarch.mesh.endpoint import Accumulator, Endpoint, as_endpoint, concurrent_endpoint, endpoint, send
 from monarch.mesh.host_mesh import HostMesh, hosts_from_config, this_host, this_proc
 from monarch.mesh.later import (
     attach,
     attach_to_workers,
-    debug_controller,
     get_meter,
     run_worker_loop_forever,
     span,

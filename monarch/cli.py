@@ -77,6 +77,16 @@ def _parser() -> argparse.ArgumentParser:
         help="only processes, actors and threads with this in their name, or a pid",
     )
     stack.set_defaults(run=_look, stacks=True)
+
+    debug = commands.add_parser(
+        "debug",
+        help="debug actors that wait at a breakpoint",
+        description="Talk to the debugger of a running program of yours on this machine: list the actors that wait at "
+        "`breakpoint()`, attach to the pdb of one, send a command to many, let them go on.",
+    )
+    debug.add_argument("--pid", type=_positive, help="the program whose driver has this process id")
+    debug.set_defaults(run=_debug)
+
     for command in (ps, stack):
         command.add_argument("--pid", type=_positive, help="only the program whose driver has this process id")
         command.add_argument("--json", action="store_true", help="print a list of programs for other programs to read")
@@ -93,7 +103,6 @@ _PLANNED: Final = {
     "shell": "a terminal on a host of a job",
     "kill": "end a job",
     "context": "keep several jobs apart",
-    "debug": "attach to breakpoints of actors",
 }
 
 
@@ -115,6 +124,11 @@ def _demo(args: argparse.Namespace) -> int:
     search = import_module("monarch.examples.search")
     search.main(procs=args.procs, queries=args.query, limit_files=args.limit_files)
     return 0
+
+
+def _debug(args: argparse.Namespace) -> int:
+    status: int = import_module("monarch.mesh.debug_terminal").run(args.pid)
+    return status
 
 
 def _look(args: argparse.Namespace) -> int:

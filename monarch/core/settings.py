@@ -333,6 +333,13 @@ SETTINGS: Final[Mapping[str, Setting]] = {
             _OURS,
         ),
         Setting(
+            "breakpoints",
+            Bool(),
+            True,
+            "`breakpoint()` in an actor waits for `monarch debug`; False: it raises at once.",
+            _OURS,
+        ),
+        Setting(
             "poison_failed_procs", Bool(), False, "A process whose actor failed takes no others, as in Monarch.", _OURS
         ),
         Setting(
@@ -396,6 +403,7 @@ IntName = Literal[
     "shared_memory_bytes",
 ]
 BoolName = Literal[
+    "breakpoints",
     "enable_file_capture",
     "enable_log_forwarding",
     "mixed_endpoints",

@@ -25,6 +25,7 @@ from monarch.core.monitor import Down
 from monarch.core.proc import Proc, run_on_thread
 from monarch.launch import held
 from monarch.log import get_logger
+from monarch.mesh.breakpoints import Breakpoints
 from monarch.mesh.child_line import ChildBook
 from monarch.mesh.context import ActorInstance, CreatorInstance, Spawner
 from monarch.mesh.dispatch import ActorBehavior
@@ -67,6 +68,7 @@ class MeshProc(Proc):
     Attributes:
         root: the process of the client that all this belongs to.
         books: the meshes owned by actors of this process.
+        breakpoints: where its actors wait for a debugger.
         children: supervisors of this process, and the supervised children that it calls.
         on_actors_changed: called when there is one actor more or less.
         respondent: says what this process does.
@@ -85,6 +87,7 @@ class MeshProc(Proc):
         self.message_ttl = settings.get("message_ttl_default")
         self._root = root
         self.books = Books(self)
+        self.breakpoints = Breakpoints(self)
         self.children = ChildBook(self)
         self.respondent = Respondent(self)
         self.transfers: Transfers | None = None
@@ -217,6 +220,7 @@ class MeshProc(Proc):
             self.failed_actors += 1
             self.last_failure = down
         super().actor_ended(instance, down)
+        self.breakpoints.forget(instance.actor_id.number)
         self.on_actors_changed()
         if self._stopping_all:
             self._end_if_idle()

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import datetime
+from functools import partial
 from types import TracebackType
 
 from monarch.core import settings
@@ -28,6 +29,7 @@ from monarch.core.monitor import Down
 from monarch.launch import held
 from monarch.log import get_logger, show_what_was_asked_for
 from monarch.mesh import context as context_module
+from monarch.mesh import debug_service
 from monarch.mesh.agent import MeshProc, release_owned
 from monarch.mesh.console import Console
 from monarch.mesh.context import NOWHERE, Context, Spawner, set_client_context
@@ -73,7 +75,8 @@ class RootClient(ProcClient):
         super().__init__(runtime, ActorId(runtime.proc_id, new_number(), "client"))
         self.agent = agent
         self.collector = Collector(runtime, agent)
-        self.console = Console(runtime.gateway, self.collector.take)
+        self.desk = debug_service.serve(runtime)
+        self.console = Console(runtime.gateway, self.collector.take, partial(debug_service.attend, self.desk))
         self._pid = os.getpid()
         self._faults = _Faults()
         self._shutdown: Future[None] | None = None

@@ -6,11 +6,13 @@ also tells each side the user of the other, and the transport refuses any other 
 is nothing to prove on top, and the secret is no secret.
 
 A question is a frame of JSON, and so is the answer: a driver and an asker of different versions do not unpickle each
-other's objects. A driver that does not answer, or not in a way that can be read, is looked at from outside.
+other's objects. A driver that does not answer, or not in a way that can be read, is looked at from outside. A
+debugger's terminal asks for a `Conversation`: such frames both ways, until one side ends it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -18,9 +20,10 @@ import secrets
 import select
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from attrs import define
 
@@ -43,9 +46,16 @@ _DIAL_S: Final = 1.0
 class Console:
     """The driver's side."""
 
-    def __init__(self, gateway: Gateway, take: Callable[[bool], Snapshot]) -> None:
-        self._gateway, self._take = gateway, take
+    def __init__(
+        self, gateway: Gateway, take: Callable[[bool], Snapshot], attend: Callable[[Conversation], None]
+    ) -> None:
+        self._gateway, self._take, self._attend = gateway, take, attend
         self._listener: Listener | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it can be found."""
+        return self._listener is not None
 
     def open(self) -> None:
         """Be found from now on; where that is not possible, say so in the log."""
@@ -71,11 +81,79 @@ class Console:
     def _serve(self, link: Link) -> None:
         try:
             question = _receive(link, LIMIT_S)
+            if question.get("debug"):
+                self._attend(Conversation(link))
+                return
             _send(link, self._take(bool(question["stacks"])).to_json())
             link.close(LIMIT_S)
         except Exception as error:
             log.info("console.failed", peer=link.peer, error=str(error))
             link.abort()
+
+
+class Source(Protocol):
+    """What a conversation also reads from."""
+
+    def fileno(self) -> int:
+        """A descriptor to poll, or -1 for now."""
+        ...
+
+    def read(self) -> None: ...
+
+
+class Conversation:
+    """Frames of JSON both ways. `say` and `end` from any thread; `run` on one, which alone uses the link."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._unsaid: deque[dict[str, Any]] = deque()
+        self._ending = False
+        self._bell = os.pipe()
+        for fd in self._bell:
+            os.set_blocking(fd, False)
+
+    def say(self, facts: dict[str, Any]) -> None:
+        """Never blocks."""
+        self._unsaid.append(facts)
+        self._ring()
+
+    def end(self) -> None:
+        """Say what is unsaid, and no more."""
+        self._ending = True
+        self._ring()
+
+    def run(self, hear: Callable[[dict[str, Any]], None], source: Source | None = None) -> None:
+        """Returns when either side has ended it. Reads from `source` meanwhile."""
+        link = self._link
+        try:
+            while not (self._ending and not self._unsaid):
+                poll = select.poll()
+                poll.register(self._bell[0], select.POLLIN)
+                poll.register(link.fileno(), select.POLLIN | (select.POLLOUT if link.blocked else 0))
+                if source is not None and source.fileno() >= 0:
+                    poll.register(source.fileno(), select.POLLIN)
+                ready = [fd for fd, _ in poll.poll()]
+                if source is not None and source.fileno() in ready:
+                    source.read()
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._bell[0], 4096)
+                for frame in link.recv_nowait():
+                    hear(json.loads(b"".join(frame)))
+                if link.flush_nowait():
+                    frames = [[json.dumps(facts).encode()] for facts in list(self._unsaid)]
+                    for _ in range(link.send_nowait(frames) if frames else 0):
+                        self._unsaid.popleft()
+            link.close(_DIAL_S)
+        except MonarchError:  # the other side is gone
+            link.abort()
+        finally:
+            bell, self._bell = self._bell, (-1, -1)
+            for fd in bell:
+                os.close(fd)
+
+    def _ring(self) -> None:
+        with contextlib.suppress(OSError):  # it is over, or rings already
+            os.write(self._bell[1], b"!")
 
 
 @define(frozen=True)
@@ -113,6 +191,16 @@ def ask(driver: Found, with_stacks: bool) -> Snapshot | None:
         return _from_outside(driver, with_stacks)
     finally:
         link.abort()
+
+
+def converse(driver: Found) -> Conversation | None:
+    """Talk to the debugger of a driver; None when it has ended, or is another user's."""
+    try:
+        link = registry.get("ipc").dial(driver.url, _SECRET, _DIAL_S)
+    except (TimeoutError, MonarchError, OSError):
+        return None
+    _send(link, {"debug": True})
+    return Conversation(link)
 
 
 def _from_outside(driver: Found, with_stacks: bool) -> Snapshot | None:

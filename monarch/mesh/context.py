@@ -171,6 +171,18 @@ class ActorInstance(Spawner, CoreInstance):
         text = f"actor explicitly aborted due to: {reason or 'no reason provided'}"
         self.request_failure(evolve(self.proc_runtime.failed(text), actor=self.member))
 
+    def request_stop(self, down: Down) -> None:
+        super().request_stop(down)
+        self._leave_debugger()
+
+    def request_failure(self, down: Down) -> None:
+        super().request_failure(down)
+        self._leave_debugger()
+
+    def _leave_debugger(self) -> None:
+        runtime: Any = self.proc_runtime
+        runtime.breakpoints.quit(self.actor_id.number)
+
     def undeliverable(self, envelope: Any, down: Down) -> None:
         self.post_control(lambda: self.on_undeliverable(envelope, down))
 

@@ -25,6 +25,7 @@ from monarch.core.loop import hidden_loop
 from monarch.core.monitor import Down
 from monarch.core.serving import Served
 from monarch.log import get_logger
+from monarch.mesh import breakpoints
 from monarch.mesh.actor import ActorClass, class_of
 from monarch.mesh.attribution import prefix_log_records
 from monarch.mesh.context import ActorInstance, Context, _context
@@ -66,6 +67,7 @@ class ActorBehavior:
     def construct(self) -> Down | None:
         instance = self._instance
         prefix_log_records()
+        breakpoints.install()
         body, self._body = self._body, None
         assert body is not None
         served = Served(instance, "__init__")

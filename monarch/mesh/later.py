@@ -27,10 +27,6 @@ def attach(addr: str) -> NoReturn:
     _planned("attaching through a remote host")
 
 
-def debug_controller() -> NoReturn:
-    _planned("the debugger")
-
-
 class _Instrument:
     """A counter or histogram that counts nothing."""
 

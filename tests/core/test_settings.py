@@ -46,6 +46,7 @@ def test_the_defaults_are_those_of_the_table(table):
         "enable_file_capture": False,
         "link_driver": "caller",
         "mixed_endpoints": True,
+        "breakpoints": True,
         "poison_failed_procs": False,
         "send_buffer_bytes": 268435456,
         "stack_signal": "SIGURG",

@@ -23,7 +23,7 @@ _PLANNED: Final = {
     "ibverbs": "RDMA through libibverbs is planned and not part of this release; use tcp or auto",
 }
 
-_PREFERRED: Final = ("ipc", "tcp")
+_PREFERRED: Final = ("shm", "ipc", "tcp")
 """What `auto` tries, fastest first."""
 
 CHOICES: Final = ("auto", *_MODULES, *_PLANNED)

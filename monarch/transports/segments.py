@@ -9,7 +9,8 @@ when it needs room.
 A mapping keeps the memory that it shows, so a loan outlives the owner of the segment. Pages are reserved before they
 are written: a write to memory that cannot be had would be a SIGBUS.
 
-A child that the user forks has its own copy of these objects; the end of a copy changes nothing.
+In a child that the user forks, mappings become private: as with other memory, neither sees what the other writes, and
+the end of the child's loans changes nothing.
 """
 
 from __future__ import annotations
@@ -43,29 +44,53 @@ _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _MAP_FAILED: Final = ctypes.c_void_p(-1).value
+_MAP_FIXED: Final = 0x10
 
 
 class Mapping:
-    """A file of shared memory in this process's address space, until the last reference is gone. Holds no descriptor,
-    as an `mmap.mmap` would."""
+    """A file of shared memory in this process's address space, until the last reference is gone."""
 
-    __slots__ = ("address", "marks", "pid", "size_bytes")
+    __slots__ = ("__weakref__", "address", "fd", "marks", "size_bytes")
 
     def __init__(self, fd: int) -> None:
-        """Raises: OSError."""
-        self.size_bytes = 0
-        size = os.fstat(fd).st_size
-        address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
-        if address is None or address == _MAP_FAILED:
-            code = ctypes.get_errno()
-            raise OSError(code, f"cannot map {size} bytes of shared memory: {os.strerror(code)}")
-        self.address, self.size_bytes = address, size
-        self.marks = (ctypes.c_ubyte * size).from_address(address)
-        self.pid = os.getpid()
+        """Owns `fd`, also when it raises.
 
-    def __del__(self, munmap: Any = _libc.munmap) -> None:
-        if self.size_bytes:
+        Raises:
+            OSError: no room in the address space.
+        """
+        self.fd = fd
+        self.address = 0
+        self.size_bytes = os.fstat(fd).st_size
+        self.address = self._map(mmap.MAP_SHARED)
+        self.marks = (ctypes.c_ubyte * self.size_bytes).from_address(self.address)
+        _mappings.add(self)
+
+    def _map(self, flags: int) -> int:
+        found: int = _libc.mmap(self.address, self.size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, self.fd, 0)
+        if found == _MAP_FAILED:
+            code = ctypes.get_errno()
+            raise OSError(code, f"cannot map {self.size_bytes} bytes of shared memory: {os.strerror(code)}")
+        return found
+
+    def make_private(self) -> None:
+        self._map(mmap.MAP_PRIVATE | _MAP_FIXED)
+
+    def __del__(self, munmap: Any = _libc.munmap, close: Any = os.close) -> None:
+        if self.address:
             munmap(self.address, self.size_bytes)
+        close(self.fd)
+
+
+_mappings: Final[weakref.WeakSet[Mapping]] = weakref.WeakSet()
+
+
+def _in_forked_child() -> None:
+    for mapping in list(_mappings):
+        mapping.make_private()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_forked_child)
 
 
 class _End(weakref.ref[CodeType]):
@@ -107,8 +132,7 @@ class Loan(Memory):  # type: ignore[misc, valid-type]
 
 
 def _give_back(mapping: Mapping, mark: int) -> None:
-    if mapping.pid == os.getpid():
-        mapping.marks[mark] = 0
+    mapping.marks[mark] = 0
 
 
 def borrow(mapping: Mapping, offset: int, size_bytes: int, mark: int) -> memoryview:
@@ -142,15 +166,14 @@ class Segment:
         self.slot_bytes = slot_bytes
         self.slot_count = max(1, min(_SEGMENT_BYTES // slot_bytes, _MOST_SLOTS))
         self.head_bytes = in_pages(self.slot_count * MARKS_EACH)
-        self.fd = -1
         self.fd = os.memfd_create("monarch", os.MFD_CLOEXEC)
-        os.ftruncate(self.fd, self.head_bytes + self.slot_count * slot_bytes)
-        os.posix_fallocate(self.fd, 0, self.head_bytes)
-        self.mapping = Mapping(self.fd)
-
-    def __del__(self) -> None:
-        if self.fd >= 0:
+        try:
+            os.ftruncate(self.fd, self.head_bytes + self.slot_count * slot_bytes)
+            os.posix_fallocate(self.fd, 0, self.head_bytes)
+        except BaseException:
             os.close(self.fd)
+            raise
+        self.mapping = Mapping(self.fd)
 
 
 class Slot:

@@ -159,11 +159,7 @@ class _Sharing:
     def _map(self) -> Mapping:
         if not self._sock.arrived:
             raise IndexError("its descriptor has not arrived; this process may have too many open files (`ulimit -n`)")
-        fd = self._sock.arrived.popleft()
-        try:
-            return Mapping(fd)
-        finally:
-            os.close(fd)
+        return Mapping(self._sock.arrived.popleft())
 
 
 def _copied(memory: memoryview) -> memoryview:

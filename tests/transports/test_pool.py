@@ -37,7 +37,7 @@ def lent(pool: Pool, memory: memoryview, holder: Holder | None = None) -> memory
     assert slot is not None
     mark = slot.lend(holder or Holder())
     assert mark is not None
-    return borrow(Mapping(slot.segment.fd), slot.offset, len(memory), mark)
+    return borrow(Mapping(os.dup(slot.segment.fd)), slot.offset, len(memory), mark)
 
 
 def test_a_receiver_sees_what_the_sender_wrote_and_may_write(pool):
@@ -185,15 +185,15 @@ def test_memory_outlives_its_pool():
 
 def test_a_place_outside_the_segment_is_refused(pool):
     memory = pool.allocate(MIB)
-    mapping = Mapping(pool.slot_of(memory).segment.fd)
+    mapping = Mapping(os.dup(pool.slot_of(memory).segment.fd))
     with pytest.raises(ValueError, match="of a segment of"):
         borrow(mapping, mapping.size_bytes - 10, 11, 0)
     with pytest.raises(ValueError, match="of a segment of"):
         borrow(mapping, 0, 10, mapping.size_bytes)
 
 
-def test_a_forked_child_gives_nothing_back():
-    """What a child of fork lets go of, its parent still has."""
+def test_a_forked_child_gives_nothing_back_and_writes_to_its_own():
+    """What a child of fork lets go of, its parent still has, and what it writes, nobody else sees."""
     code = """
 import os
 from monarch.transports import registry
@@ -202,15 +202,18 @@ class Holder: is_gone = False
 pool = registry.get("shm").memory
 memory = pool.allocate(1 << 20)
 slot = pool.slot_of(memory)
-theirs = borrow(Mapping(slot.segment.fd), slot.offset, 1 << 20, slot.lend(Holder()))
+theirs = borrow(Mapping(os.dup(slot.segment.fd)), slot.offset, 1 << 20, slot.lend(Holder()))
+memory[0] = 1
 del memory
 pid = os.fork()
 if not pid:
+    assert theirs[0] == 1
+    theirs[0] = 2
     del theirs
     assert registry.get("shm").memory is not pool
     os._exit(0)
 assert os.waitpid(pid, 0)[1] == 0
-assert pool.statistics()["lent_slots"] == 1
+assert pool.statistics()["lent_slots"] == 1 and theirs[0] == 1
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=20, cwd=Path(__file__).parents[2])
 

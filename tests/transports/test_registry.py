@@ -41,17 +41,17 @@ def test_a_transport_that_was_asked_for_is_taken():
     assert (choice.transport.scheme, choice.reason) == ("tcp", "tcp was asked for")
 
 
-def test_auto_prefers_ipc():
+def test_auto_prefers_shared_memory():
     choice = registry.choose()
-    assert choice.transport.scheme == "ipc"
+    assert choice.transport.scheme == "shm"
     assert "fastest" in choice.reason
 
 
 def test_auto_takes_the_next_one_and_says_why(monkeypatch):
-    monkeypatch.setattr(type(registry.get("ipc")), "viability", lambda self: Viability(False, "no sockets here"))
+    monkeypatch.setattr(type(registry.get("shm")), "viability", lambda self: Viability(False, "no memfd here"))
     choice = registry.choose("auto")
-    assert choice.transport.scheme == "tcp"
-    assert "ipc does not work here: no sockets here" in choice.reason
+    assert choice.transport.scheme == "ipc"
+    assert "shm does not work here: no memfd here" in choice.reason
 
 
 def test_a_forced_transport_that_cannot_work_is_an_error(monkeypatch):

@@ -133,17 +133,16 @@ class _SharingLoader(SourceFileLoader):
 
 @define(eq=False)
 class SharingFinder:
-    """First on `sys.meta_path`: finds what the other finders find, and has source files loaded by way of the store."""
+    """First on `sys.meta_path`: finds what those behind it find, and has source files loaded by way of the store."""
 
     _store: CodeStore
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        for finder in sys.meta_path:
-            if finder is self or not hasattr(finder, "find_spec"):
-                continue
-            spec = finder.find_spec(name, path, target)
+        behind = sys.meta_path[sys.meta_path.index(self) + 1 :] if self in sys.meta_path else ()
+        for finder in behind:
+            spec = finder.find_spec(name, path, target) if hasattr(finder, "find_spec") else None
             if spec is not None:
                 if type(spec.loader) is SourceFileLoader:
                     spec.loader = _SharingLoader(self._store, spec.loader.name, spec.loader.path)

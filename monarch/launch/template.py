@@ -136,6 +136,7 @@ class Template:
     started: list[tuple[int, int]] = field(factory=list)
     failures: dict[int, str] = field(factory=dict)  # by pid: what a child has said about itself
     set_threads: Callable[[dict[str, str]], None] = field(factory=thread_setter)
+    imported: frozenset[str] = field(factory=lambda: frozenset(sys.modules))
     orphans: Orphans = field(factory=Orphans)
     orphaned: bool = False  # orphans are there that are to end
 
@@ -239,6 +240,7 @@ class Template:
         _import(modules)
         self.library_fds |= _open_fds() - before
         self.set_threads = thread_setter()
+        self.imported = frozenset(sys.modules)
         self.wire.send({"op": "ready", "pid": self.pid, "threads": linux.thread_count()})
 
     def _kill(self, id: int, signum: int) -> None:
@@ -421,12 +423,13 @@ def main(setup: Message) -> None:
     wire.send({"op": "ready", "pid": os.getpid(), "threads": linux.thread_count()})
     for fd in (SOCKET_FD, *([driver] if driver is not None else [])):
         os.set_inheritable(fd, False)
-    job = Template(wire, driver, lifeline, library_fds, wake, reports).serve()
+    template = Template(wire, driver, lifeline, library_fds, wake, reports)
+    job = template.serve()
     if job is None:
         os._exit(0)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # out of the loop: an interrupt now ends this process as any other
     share_compiled_code(store)
-    run_and_leave(job.run, kept=frozenset(sys.modules))
+    run_and_leave(job.run, template.imported)
 
 
 def _title(kind: str, driver: int) -> str:

@@ -302,29 +302,19 @@ class Members:
 class CallSink:
     """What the reply port of a call stands for; the `Call` of its futures (see `core.future`)."""
 
-    __slots__ = ("_members", "_number", "_runtime", "chain", "wait")
+    __slots__ = ("_members", "_runtime", "chain", "number", "wait")
 
     def __init__(self, here: Context, members: Members) -> None:
+        """A subclass registers it, once it is ready for replies: `runtime.ports[self.number] = self`."""
         self._runtime = runtime = here.actor_instance.proc_runtime
         self._members = members
-        self._number = runtime.new_port()
-        self.chain = b""  # for the message
-        self.wait: Wait | None = None
-        caller = here.caller
-        if caller is not None:
-            self.chain = caller.chain()
-            self.wait = Wait(caller)
-
-    @property
-    def number(self) -> int:
-        return self._number
-
-    def _open(self) -> None:
-        """The last of the constructor: replies may come."""
-        self._runtime.ports[self._number] = self
+        self.number = runtime.new_port()
+        caller = here.caller if here._served is not None else None
+        self.chain = b"" if caller is None else caller.chain()  # for the message
+        self.wait = None if caller is None else Wait(caller)
 
     def _close(self) -> None:
-        self._runtime.ports.pop(self._number, None)
+        self._runtime.ports.pop(self.number, None)
 
     def _left(self) -> list[int]:
         """The ranks that have not answered."""
@@ -347,7 +337,7 @@ class CallSink:
         return self.wait
 
     def explain(self, limit_s: float) -> str:
-        return pending.explain(self._runtime, self._members, self._number, self._left(), limit_s)
+        return pending.explain(self._runtime, self._members, self.number, self._left(), limit_s)
 
     def cancel(self) -> bool:
         members, left = self._members, self._left()
@@ -357,7 +347,7 @@ class CallSink:
         for rank in left:
             proc = members.procs[rank]
             if proc is not None:
-                inquiries.cancel(self._runtime, proc, members.number, self._number)
+                inquiries.cancel(self._runtime, proc, members.number, self.number)
         return True
 
 
@@ -370,7 +360,7 @@ class OneReply(CallSink, Generic[R]):
         super().__init__(here, members)
         self._rank = rank
         self.future: Future[R] = Future._pending(self._runtime.driver, call=self)
-        self._open()
+        self._runtime.ports[self.number] = self
 
     def _left(self) -> list[int]:
         return [self._rank]
@@ -402,7 +392,7 @@ class MeshReply(CallSink, Generic[R]):
         self._missing = len(members.keys)
         self._lock = threading.Lock()
         self.future: Future[ValueMesh[R]] = Future._pending(self._runtime.driver, call=self)
-        self._open()
+        self._runtime.ports[self.number] = self
         if not self._missing:
             self._finish()
 
@@ -499,7 +489,7 @@ class StreamReply(CallSink, Generic[R]):
         self._answered = [False] * len(members.keys)
         self._arrived = 0
         self.futures: list[Future[R]] = [Future._pending(self._runtime.driver, call=self) for _ in members.keys]
-        self._open()
+        self._runtime.ports[self.number] = self
 
     def wait_of(self, future: Future[Any]) -> Wait | None:
         # The last one alone needs all members; which are those of an earlier one is not known.

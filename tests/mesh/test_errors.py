@@ -85,6 +85,30 @@ def test_the_lowest_rank_that_failed_is_raised_once_all_have_replied(spawn: Spaw
     assert list(workers.echo.call(1).get(10).values()) == [1] * 4
 
 
+def test_results_are_kept_beside_the_failures_of_others(spawn: Spawn) -> None:
+    workers = spawn(Worker)
+
+    outcomes = workers.fail_at.call_settled(2).get(10)
+
+    assert outcomes.sizes == {"hosts": 2, "gpus": 2}
+    assert list(outcomes.slice(hosts=0).values()) == [0, 1]
+    for gpu in range(2):
+        error = outcomes.item(hosts=1, gpus=gpu)
+        assert isinstance(error, ActorError) and f"rank {2 + gpu} says no" in str(error) and ".fail_at" in str(error)
+
+
+def test_the_first_failure_is_not_kept_waiting(spawn: Spawn) -> None:
+    workers = spawn(Worker)
+    port, receiver = Channel[Any].open()
+    workers.slice(hosts=0, gpus=0).hold.broadcast(port)
+    release = receiver.recv().get(10)  # rank 0 cannot answer
+
+    with pytest.raises(ActorError, match="rank [123] says no"):
+        workers.fail_at.call_fail_fast(1).get(10)
+    release.send(None)
+    assert list(workers.echo.call_fail_fast("x").get(10).values()) == ["x"] * 4
+
+
 def test_an_exception_of_a_broadcast_ends_the_actor(spawn: Spawn, alone: Any, silent: Callable[[str], Any]) -> None:
     worker = spawn(Worker, on=alone, name="silently")
 

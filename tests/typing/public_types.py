@@ -23,6 +23,7 @@ from monarch.actor import (
     ValueMesh,
     as_endpoint,
     concurrent_endpoint,
+    context,
     current_rank,
     endpoint,
     get_or_spawn_controller,
@@ -91,7 +92,14 @@ def meshes() -> None:
 def adverbs(worker: Worker) -> None:
     assert_type(worker.add.call(1), Future[ValueMesh[int]])
     assert_type(worker.add.call(1).get(), ValueMesh[int])
+    assert_type(worker.add.call_fail_fast(1), Future[ValueMesh[int]])
+    assert_type(worker.add.call_settled(1), Future[ValueMesh[int | BaseException]])
+    for outcome in worker.add.call_settled(1).get().values():
+        if not isinstance(outcome, BaseException):
+            assert_type(outcome, int)
     assert_type(worker.add.call_one(1, b=2), Future[int])
+    assert_type(worker.add.call_one(1).cancel(), bool)
+    assert_type(context().cancelled, bool)
     assert_type(worker.add.choose(1), Future[int])
     assert_type([reply.get() for reply in worker.add.stream(1)], list[int])
     worker.add.broadcast(1)
@@ -105,6 +113,7 @@ def adverbs(worker: Worker) -> None:
     worker.add.call_one("one")  # type: ignore[arg-type]
     worker.add.call_one()  # type: ignore[call-arg]
     worker.add.call(1, c=2)  # type: ignore[call-arg]
+    worker.add.call_settled("one")  # type: ignore[arg-type]
     worker.add.broadcast(None)  # type: ignore[arg-type]
     worker.explicit.call_one("three")  # type: ignore[arg-type]
 

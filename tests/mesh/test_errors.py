@@ -103,7 +103,7 @@ def test_the_first_failure_is_not_kept_waiting(spawn: Spawn) -> None:
     workers.slice(hosts=0, gpus=0).hold.broadcast(port)
     release = receiver.recv().get(10)  # rank 0 cannot answer
 
-    with pytest.raises(ActorError, match="rank [123] says no"):
+    with pytest.raises(ActorError, match=r"rank [123] says no"):
         workers.fail_at.call_fail_fast(1).get(10)
     release.send(None)
     assert list(workers.echo.call_fail_fast("x").get(10).values()) == ["x"] * 4
@@ -277,6 +277,8 @@ def test_views_without_the_failed_rank_go_on_and_new_views_with_it_fail(
         with pytest.raises(SupervisionError, match="rank two"):
             view.echo.call(1).get(10)
     assert [f.exception(10) is None for f in workers.slice(hosts=1).echo.stream(1)].count(True) == 1
+    settled = list(workers.echo.call_settled(1).get(10).values())
+    assert isinstance(settled.pop(2), SupervisionError) and settled == [1, 1, 1]
 
 
 def test_pending_and_queued_calls_fail_when_their_actor_does(

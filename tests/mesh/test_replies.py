@@ -41,7 +41,7 @@ def sink(kind: type) -> tuple[Any, Runtime]:
 
 
 def happen(reply: Any, events: str) -> None:
-    """`v0` a value of rank 0, `e1` an exception of rank 1, `b2` the call of rank 2 came back, `d1` rank 1's process died."""
+    """`v0` a value of rank 0, `e1` an exception of rank 1, `b2` rank 2's call came back, `d1` rank 1's process died."""
     for what, rank in (tuple(event) for event in events.split()):
         at = int(rank)
         if what == "v":

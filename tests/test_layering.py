@@ -17,7 +17,7 @@ PACKAGE = ROOT / "monarch"
 EXAMPLES = ROOT / "examples"
 
 # From the bottom up: a module may import from its own layer and from those before it.
-LAYERS = ("base", "transports", "core", "launch", "supervision", "onesided", "mesh", "facade", "tools")
+LAYERS = ("base", "verbs", "transports", "core", "launch", "supervision", "onesided", "mesh", "facade", "tools")
 BASE = ("errors", "log")
 TOOLS = ("cli", "__main__", "testing", "examples")
 
@@ -27,7 +27,7 @@ TRANSPORTS_FOR_CORE = {"base", "memory", "url", "registry"}
 # Which modules may import what; "lazily" means inside a function, so that importing the module does not load it.
 OWNERS: dict[str, dict[str, str]] = {
     "pynng": {"transports/tcp.py": "anywhere"},
-    "pyverbs": {"transports/ibverbs.py": "lazily"},
+    "ibverbs": {"verbs/with_ibverbs.py": "lazily"},
     "torch": {"core/tensors.py": "lazily", "mesh/rdma.py": "lazily", "mesh/tensor/": "anywhere"},
     "cloudpickle": {"core/codec.py": "anywhere", "core/exceptions.py": "anywhere"},
     "pytest": {"testing/": "anywhere", "config.py": "lazily"},
@@ -191,7 +191,7 @@ def run_python(code: str) -> str:
 @pytest.mark.parametrize("module", ["monarch", "monarch.actor", "monarch.config"])
 def test_importing_loads_no_heavy_library(module):
     """torch, pyverbs and numpy load on first use; pynng with the first link."""
-    heavy = ["torch", "pyverbs", "numpy", "pytest", "pynng"]
+    heavy = ["torch", "pyverbs", "ibverbs", "numpy", "pytest", "pynng"]
     loaded = run_python(f"import sys, {module}; print([m for m in {heavy} if m in sys.modules])")
 
     assert loaded.strip() == "[]"

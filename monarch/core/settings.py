@@ -153,6 +153,21 @@ class Bool:
 
 
 @define(frozen=True)
+class Text:
+    name: str = "text"
+
+    def accept(self, value: object) -> str:
+        if not isinstance(value, str):
+            raise TypeError(f"expected a string, not {value!r}")
+        return value
+
+    parse = accept
+
+    def use(self, value: str) -> str:
+        return value
+
+
+@define(frozen=True)
 class Choice:
     choices: tuple[str, ...]
     name: str = "choice"
@@ -381,6 +396,21 @@ SETTINGS: Final[Mapping[str, Setting]] = {
             "How much shared memory a process may have for what it sends; the rest goes through sockets.",
             _OURS,
         ),
+        Setting("rdma_disable_ibverbs", Bool(), False, "RDMA devices are not used, as if there were none.", _OURS),
+        Setting(
+            "rdma_ibverbs_target",
+            Text(),
+            "",
+            "The RDMA device to use: `nic:DEVICE`, `nic:DEVICE/PORT` or `nic:DEVICE/PORT/GID`; empty: the best one.",
+            _OURS,
+        ),
+        Setting(
+            "rdma_cq_busy_poll_window",
+            Duration(),
+            "0s",
+            "How long a transfer polls the RDMA device before it sleeps until the device wakes it.",
+            _OURS,
+        ),
     )
 }
 
@@ -393,6 +423,7 @@ DurationName = Literal[
     "mesh_proc_spawn_max_idle",
     "actor_spawn_max_idle",
     "mesh_terminate_timeout",
+    "rdma_cq_busy_poll_window",
 ]
 IntName = Literal[
     "message_ack_every_n_messages",
@@ -411,8 +442,9 @@ BoolName = Literal[
     "prefix_with_rank",
     "rdma_allow_tcp_fallback",
     "undeliverable_fails_sender",
+    "rdma_disable_ibverbs",
 ]
-StrName = Literal["default_transport", "link_driver", "stack_signal", "preload", "rdma_path"]
+StrName = Literal["default_transport", "link_driver", "stack_signal", "preload", "rdma_path", "rdma_ibverbs_target"]
 
 
 def checked(values: Mapping[str, object]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from monarch.core.proc import Proc
 from monarch.errors import BufferDropped, SupervisionError, TransferError
 from monarch.onesided import words
 from monarch.onesided.exports import Export, exports
-from monarch.onesided.local import on_host, snapshot, to_device, view_of
+from monarch.onesided.local import Local, on_host, snapshot, to_device, view_of
 from monarch.onesided.path import Remote, left_of
 from monarch.onesided.ranges import pieces
 
@@ -56,18 +56,18 @@ class Chunks:
             raise BufferDropped(f"{remote} cannot be used: {rest[0]}")
         return tuple(rest)
 
-    def read(self, remote: Remote, target: int, deadline_s: float) -> None:
+    def read(self, remote: Remote, target: Local, deadline_s: float) -> None:
         def ask(offset: int, size: int) -> Future[Answer]:
             return self.ask(remote, "read", remote.offset + offset, size)
 
         def take(offset: int, size: int, answer: Answer) -> None:
-            view_of(target + offset, size)[:] = answer[0]
+            view_of(target.address + offset, size)[:] = answer[0]
 
         self._in_chunks(remote, ask, take, deadline_s)
 
-    def write(self, remote: Remote, source: int, deadline_s: float) -> None:
+    def write(self, remote: Remote, source: Local, deadline_s: float) -> None:
         def ask(offset: int, size: int) -> Future[Answer]:
-            return self.ask(remote, "write", remote.offset + offset, snapshot(source + offset, size))
+            return self.ask(remote, "write", remote.offset + offset, snapshot(source.address + offset, size))
 
         self._in_chunks(remote, ask, lambda offset, size, answer: None, deadline_s)
 

@@ -6,7 +6,7 @@ from attrs import define
 
 from monarch.onesided import words
 from monarch.onesided.exports import Exports
-from monarch.onesided.local import copy
+from monarch.onesided.local import Local, copy
 from monarch.onesided.path import Remote
 
 
@@ -19,13 +19,13 @@ class Here:
     reason: str = "the buffer is in this process"
     helped: bool = False
 
-    def read(self, remote: Remote, target: int, deadline_s: float) -> None:
+    def read(self, remote: Remote, target: Local, deadline_s: float) -> None:
         with self.exports.using(remote.number):
-            copy(target, remote.address, remote.size_bytes)
+            copy(target.address, remote.address, remote.size_bytes)
 
-    def write(self, remote: Remote, source: int, deadline_s: float) -> None:
+    def write(self, remote: Remote, source: Local, deadline_s: float) -> None:
         with self.exports.using(remote.number):
-            copy(remote.address, source, remote.size_bytes)
+            copy(remote.address, source.address, remote.size_bytes)
 
     def fetch_add(self, remote: Remote, add: int, deadline_s: float) -> int:
         with self.exports.using(remote.number):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import weakref
 from typing import Any
 
 from attrs import define
@@ -34,6 +35,7 @@ class Local:
     Attributes:
         keeper: an object that keeps the memory where it is; hold this `Local` for as long as a transfer uses it.
         device: "cpu", or the CUDA device, for which `address` is one of that device.
+        anchor: an object that lives as long as the memory does, and can be weakly referenced; None if there is none.
     """
 
     address: int
@@ -41,6 +43,7 @@ class Local:
     writable: bool
     keeper: Any
     device: str = "cpu"
+    anchor: Any = None
 
     @property
     def stop(self) -> int:
@@ -66,7 +69,7 @@ def local(data: Any) -> Local:
         raise ValueError("the memory is not contiguous: copy it first")
     if not view.nbytes:
         raise ValueError("the memory is empty: there is nothing to transfer")
-    return Local(_address(view), view.nbytes, not view.readonly, view)
+    return Local(_address(view), view.nbytes, not view.readonly, view, anchor=_anchor(view))
 
 
 def _of_tensor(torch: Any, tensor: Any) -> Local:
@@ -80,7 +83,24 @@ def _of_tensor(torch: Any, tensor: Any) -> Local:
         raise ValueError(f"the tensor of shape {tuple(tensor.shape)} is empty: there is nothing to transfer")
     if tensor.device.type not in ("cpu", "cuda"):
         raise ValueError(f"a tensor on device {tensor.device} has no memory that others can read; use cpu or cuda")
-    return Local(tensor.data_ptr(), size, True, tensor.detach(), str(tensor.device))
+    return Local(tensor.data_ptr(), size, True, tensor.detach(), str(tensor.device), tensor.untyped_storage())
+
+
+def _anchor(view: memoryview) -> Any:
+    """Whose memory it is in the end: arrays of numpy may be views of others, and those of memory that was given."""
+    owner: Any = view
+    while True:
+        if isinstance(owner, memoryview):
+            owner = owner.obj
+        elif getattr(owner, "base", None) is not None:
+            owner = owner.base
+        else:
+            break
+    try:
+        weakref.ref(owner)
+    except TypeError:
+        return None
+    return owner
 
 
 def _address(view: memoryview) -> int:

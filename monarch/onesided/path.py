@@ -10,6 +10,7 @@ from attrs import define, evolve
 
 from monarch.core.ids import ActorId
 from monarch.onesided.exports import Place
+from monarch.onesided.local import Local
 
 
 class NotReachable(Exception):
@@ -69,12 +70,12 @@ class Path(Protocol):
         """Whether a transfer waits for another process; if not, it takes no longer than its copy."""
         ...
 
-    def read(self, remote: Remote, target: int, deadline_s: float) -> None:
-        """Copy all of `remote` to the address `target`."""
+    def read(self, remote: Remote, target: Local, deadline_s: float) -> None:
+        """Copy all of `remote` to the beginning of `target`."""
         ...
 
-    def write(self, remote: Remote, source: int, deadline_s: float) -> None:
-        """Copy from the address `source` to all of `remote`."""
+    def write(self, remote: Remote, source: Local, deadline_s: float) -> None:
+        """Copy from `source`, which is as large, to all of `remote`."""
         ...
 
     def fetch_add(self, remote: Remote, add: int, deadline_s: float) -> int:

@@ -10,7 +10,7 @@ from attrs import define
 from monarch.core.proc import Proc
 from monarch.errors import BufferDropped, TransferError
 from monarch.onesided.chunks import Chunks, owner_gone
-from monarch.onesided.local import copy
+from monarch.onesided.local import Local, copy
 from monarch.onesided.neighbour import Neighbour, NeighbourGone
 from monarch.onesided.path import Remote, left_of
 from monarch.onesided.ranges import pieces
@@ -29,21 +29,21 @@ class Shared:
     name: str = "shm"
     helped: bool = False
 
-    def read(self, remote: Remote, target: int, deadline_s: float) -> None:
+    def read(self, remote: Remote, target: Local, deadline_s: float) -> None:
         if remote.in_file is None:
-            self._move(remote, target, self.neighbour.read, remote.address, deadline_s)
+            self._move(remote, target.address, self.neighbour.read, remote.address, deadline_s)
         else:
             mapping = self.neighbour.mapped(remote.in_file, remote.whole_bytes)
             source = mapping.address + remote.in_file - mapping.start + remote.offset
-            self._move(remote, target, copy, source, deadline_s)
+            self._move(remote, target.address, copy, source, deadline_s)
 
-    def write(self, remote: Remote, source: int, deadline_s: float) -> None:
+    def write(self, remote: Remote, source: Local, deadline_s: float) -> None:
         if remote.in_file is None:
-            self._move(remote, remote.address, self.neighbour.write, source, deadline_s)
+            self._move(remote, remote.address, self.neighbour.write, source.address, deadline_s)
         else:
             mapping = self.neighbour.mapped(remote.in_file, remote.whole_bytes)
             target = mapping.address + remote.in_file - mapping.start + remote.offset
-            self._move(remote, target, copy, source, deadline_s)
+            self._move(remote, target, copy, source.address, deadline_s)
 
     def _move(
         self, remote: Remote, target: int, move: Callable[[int, int, int], None], source: int, deadline_s: float

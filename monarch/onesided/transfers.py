@@ -27,6 +27,7 @@ from monarch.onesided.chunks import Chunks, owner_gone
 from monarch.onesided.exports import exports
 from monarch.onesided.here import Here
 from monarch.onesided.host import host_id
+from monarch.onesided.ibverbs import Passive, Verbs, own_node
 from monarch.onesided.local import Local, local, on_host, to_device, view_of
 from monarch.onesided.neighbour import Neighbour, NeighbourGone
 from monarch.onesided.path import NotReachable, Path, Remote
@@ -76,10 +77,10 @@ class Read:
 
     def carry_out(self, path: Path, deadline_s: float) -> None:
         if self.target.device == "cpu":
-            path.read(self.remote, self.target.address, deadline_s)
+            path.read(self.remote, self.target, deadline_s)
         else:
             staged = local(bytearray(self.size_bytes))
-            path.read(self.remote, staged.address, deadline_s)
+            path.read(self.remote, staged, deadline_s)
             to_device(self.target, 0, staged.keeper)
 
 
@@ -96,7 +97,7 @@ class Write:
 
     def carry_out(self, path: Path, deadline_s: float) -> None:
         source = self.source if self.source.device == "cpu" else local(on_host(self.source, 0, self.source.size_bytes))
-        path.write(self.remote, source.address, deadline_s)
+        path.write(self.remote, source, deadline_s)
 
 
 @define(frozen=True)
@@ -128,6 +129,7 @@ class Transfers:
         self._workers = _Workers()
         runtime.on_proc_gone.append(self._forget)
         chunks.serve(runtime)
+        Passive(runtime)
 
     # ---- which way
 
@@ -145,7 +147,11 @@ class Transfers:
     def _choose(self, remote: Remote, wanted: str) -> Path:
         if remote.owner.proc.key == self.runtime.key:
             return Here(preferred()[0], exports())
-        ways: dict[str, Callable[[Remote, str], Path]] = {"shm": self._shared, "tcp": self._chunks}
+        ways: dict[str, Callable[[Remote, str], Path]] = {
+            "shm": self._shared,
+            "ibverbs": self._verbs,
+            "tcp": self._chunks,
+        }
         tried: list[str] = []
         for name in ways if wanted == "auto" else [wanted]:
             because = f"{name} is what rdma_path asks for" if wanted != "auto" else "; ".join(tried)
@@ -165,7 +171,7 @@ class Transfers:
         if remote.in_file is None and neighbour.no_copying:
             raise NotReachable(f"{neighbour.no_copying}; memory from monarch.rdma.empty needs no such right")
         how = "its memory is mapped here" if remote.in_file is not None else "the kernel copies between the processes"
-        return Shared(self.runtime, neighbour, self._chunks_unless_forced(), "; ".join(filter(None, [because, how])))
+        return Shared(self.runtime, neighbour, Chunks(self.runtime, ""), "; ".join(filter(None, [because, how])))
 
     def _neighbour(self, remote: Remote) -> Neighbour:
         with self._lock:
@@ -183,8 +189,12 @@ class Transfers:
             raise found
         return found
 
-    def _chunks_unless_forced(self) -> Chunks:
-        return Chunks(self.runtime, "")
+    def _verbs(self, remote: Remote, because: str) -> Path:
+        try:
+            device = own_node()
+        except NotViable as error:
+            raise NotReachable(str(error)) from None
+        return Verbs(Chunks(self.runtime, ""), device, remote, because)
 
     def _chunks(self, remote: Remote, because: str) -> Path:
         if settings.get("rdma_path") != "tcp" and not settings.get("rdma_allow_tcp_fallback"):

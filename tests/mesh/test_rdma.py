@@ -23,7 +23,14 @@ from tests.mesh.rdma_actors import Holder, User, pattern
 pytestmark = pytest.mark.filterwarnings("ignore::monarch.rdma.RDMATcpFallbackWarning")
 
 MIB = 1 << 20
-KINDS = [("shm", "heap"), ("shm", "file"), ("tcp", "heap")]
+WAIT_S = 50  # a virtual machine with one CPU takes its time
+KINDS = [
+    pytest.param(("shm", "heap"), id="shm-heap"),
+    pytest.param(("shm", "file"), id="shm-file"),
+    pytest.param(("tcp", "heap"), id="tcp"),
+    pytest.param(("ibverbs", "heap"), id="ibverbs", marks=pytest.mark.rdma),
+    pytest.param(("ibverbs", "file"), id="ibverbs-file", marks=pytest.mark.rdma),
+]
 
 
 @define
@@ -37,10 +44,10 @@ class Pair:
     client: TestClient
 
     def offer(self, size: int, seed: int = 0) -> RDMABuffer:
-        return self.holder.offer.call_one(size, seed, self.kind).get(10)
+        return self.holder.offer.call_one(size, seed, self.kind).get(WAIT_S)
 
 
-@pytest.fixture(scope="module", params=KINDS, ids="-".join)
+@pytest.fixture(scope="module", params=KINDS)
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     path, kind = request.param
     with fresh_client("ipc", rdma_path=path) as client:
@@ -63,10 +70,10 @@ def here() -> Iterator[TestClient]:
 @pytest.mark.parametrize("size", [1, 7, 4096, 300_001, 5 * MIB + 3])
 def test_bytes_arrive_in_both_directions(pair, size):
     buffer = pair.offer(size, 3)
-    assert pair.user.read.call_one(buffer).get(20) == pattern(3, size)
+    assert pair.user.read.call_one(buffer).get(WAIT_S) == pattern(3, size)
 
-    pair.user.write.call_one(buffer, pattern(4, size)).get(20)
-    assert pair.holder.content.call_one().get(10) == pattern(4, size)
+    pair.user.write.call_one(buffer, pattern(4, size)).get(WAIT_S)
+    assert pair.holder.content.call_one().get(WAIT_S) == pattern(4, size)
 
 
 def test_a_slice_is_a_part(pair):
@@ -74,25 +81,25 @@ def test_a_slice_is_a_part(pair):
     part = buffer.slice(MIB - 5, MIB + 10)
 
     assert (part.size(), part.slice(5, 5).size()) == (MIB + 10, 5)
-    assert pair.user.read.call_one(part).get(10) == pattern(1, 3 * MIB)[MIB - 5 : 2 * MIB + 5]
-    pair.user.write.call_one(part.slice(5, 10), b"0123456789").get(10)
-    assert pair.holder.content.call_one().get(10)[MIB - 1 : MIB + 11] == (
+    assert pair.user.read.call_one(part).get(WAIT_S) == pattern(1, 3 * MIB)[MIB - 5 : 2 * MIB + 5]
+    pair.user.write.call_one(part.slice(5, 10), b"0123456789").get(WAIT_S)
+    assert pair.holder.content.call_one().get(WAIT_S)[MIB - 1 : MIB + 11] == (
         pattern(1, 3 * MIB)[MIB - 1 : MIB] + b"0123456789" + pattern(1, 3 * MIB)[MIB + 10 : MIB + 11]
     )
 
 
 def test_a_larger_destination_gets_a_prefix_and_a_smaller_source_leaves_the_rest(pair):
     buffer = pair.offer(100, 1)
-    assert pair.user.read_into_size.call_one(buffer, 120).get(10) == pattern(1, 100) + bytes(20)
+    assert pair.user.read_into_size.call_one(buffer, 120).get(WAIT_S) == pattern(1, 100) + bytes(20)
 
-    pair.user.write.call_one(buffer, b"abc").get(10)
-    assert pair.holder.content.call_one().get(10) == b"abc" + pattern(1, 100)[3:]
+    pair.user.write.call_one(buffer, b"abc").get(WAIT_S)
+    assert pair.holder.content.call_one().get(WAIT_S) == b"abc" + pattern(1, 100)[3:]
 
 
 def test_a_batch_of_several_buffers_can_be_awaited(pair):
     buffers = [pair.offer(size, size % 100) for size in (10, 2 * MIB, 500_000, 1)]
 
-    assert pair.user.read_many.call_one(buffers).get(20) == [pattern(b.size() % 100, b.size()) for b in buffers]
+    assert pair.user.read_many.call_one(buffers).get(WAIT_S) == [pattern(b.size() % 100, b.size()) for b in buffers]
 
 
 def test_a_transfer_goes_on_while_the_owner_computes(pair):
@@ -100,27 +107,27 @@ def test_a_transfer_goes_on_while_the_owner_computes(pair):
     buffer = pair.offer(3 * MIB, 2)
     started, started_receiver = Channel[Any].open()
     busy = pair.holder.compute.call_one(started)
-    started_receiver.recv().get(10)
-    assert pair.user.read.call_one(buffer).get(20) == pattern(2, 3 * MIB)
-    pair.user.write.call_one(buffer.slice(0, 1), b"\x00").get(20)
+    started_receiver.recv().get(WAIT_S)
+    assert pair.user.read.call_one(buffer).get(WAIT_S) == pattern(2, 3 * MIB)
+    pair.user.write.call_one(buffer.slice(0, 1), b"\x00").get(WAIT_S)
 
-    assert busy.get(20) > 0  # what was written is seen by the loop, and ends it
+    assert busy.get(WAIT_S) > 0  # what was written is seen by the loop, and ends it
 
 
 def test_atomics(pair):
     buffer = pair.offer(24)
-    pair.user.write.call_one(buffer, bytes(24)).get(10)
+    pair.user.write.call_one(buffer, bytes(24)).get(WAIT_S)
     word = buffer.slice(8, 8)
 
-    assert pair.user.count.call_one(word, 5).get(10) == [0, 1, 2, 3, 4]
-    assert pair.user.swap.call_one(word, 4, 100).get(10) == 5
-    assert pair.user.swap.call_one(word, 5, 100).get(10) == 5
-    assert pair.holder.content.call_one().get(10) == bytes(8) + (100).to_bytes(8, "little") + bytes(8)
+    assert pair.user.count.call_one(word, 5).get(WAIT_S) == [0, 1, 2, 3, 4]
+    assert pair.user.swap.call_one(word, 4, 100).get(WAIT_S) == 5
+    assert pair.user.swap.call_one(word, 5, 100).get(WAIT_S) == 5
+    assert pair.holder.content.call_one().get(WAIT_S) == bytes(8) + (100).to_bytes(8, "little") + bytes(8)
 
 
 def test_the_path_has_a_name_and_a_reason(pair):
     buffer = pair.offer(10)
-    backend, reason = pair.user.backend.call_one(buffer).get(10)
+    backend, reason = pair.user.backend.call_one(buffer).get(WAIT_S)
 
     assert backend == pair.path
     assert f"{pair.path} is what rdma_path asks for" in reason
@@ -133,43 +140,43 @@ def test_the_path_has_a_name_and_a_reason(pair):
 def test_sizes_that_do_not_fit_are_refused(pair):
     buffer = pair.offer(100, 1)
     with pytest.raises(ActorError, match="ValueError: the destination has 99 bytes, and the buffer 100"):
-        pair.user.read_into_size.call_one(buffer, 99).get(10)
+        pair.user.read_into_size.call_one(buffer, 99).get(WAIT_S)
     with pytest.raises(ActorError, match="ValueError: the source has 101 bytes, and the buffer 100"):
-        pair.user.write.call_one(buffer, bytes(101)).get(10)
+        pair.user.write.call_one(buffer, bytes(101)).get(WAIT_S)
 
-    assert pair.holder.content.call_one().get(10) == pattern(1, 100)
+    assert pair.holder.content.call_one().get(WAIT_S) == pattern(1, 100)
 
 
 def test_a_dropped_buffer_cannot_be_used(pair):
     buffer = pair.offer(100, 1)
-    assert pair.user.read.call_one(buffer).get(10) == pattern(1, 100)
-    pair.holder.drop.call_one().get(10)
+    assert pair.user.read.call_one(buffer).get(WAIT_S) == pattern(1, 100)
+    pair.holder.drop.call_one().get(WAIT_S)
 
     for use in (pair.user.read.call_one(buffer), pair.user.write.call_one(buffer, b"x")):
         with pytest.raises(ActorError, match=r"BufferDropped: .*the buffer of 100 bytes of .*holder.* cannot be used"):
-            use.get(10)
-    assert pair.holder.content.call_one().get(10) == pattern(1, 100)
+            use.get(WAIT_S)
+    assert pair.holder.content.call_one().get(WAIT_S) == pattern(1, 100)
 
 
 def test_anybody_may_drop_and_more_than_once(pair):
     buffer = pair.offer(100)
-    pair.user.drop.call_one(buffer).get(10)
-    pair.user.drop.call_one(buffer).get(10)
+    pair.user.drop.call_one(buffer).get(WAIT_S)
+    pair.user.drop.call_one(buffer).get(WAIT_S)
 
     with pytest.raises(ActorError, match="BufferDropped"):
-        pair.user.read.call_one(buffer).get(10)
+        pair.user.read.call_one(buffer).get(WAIT_S)
 
 
 def test_a_read_only_buffer_can_be_read(pair):
-    buffer = pair.holder.offer_read_only.call_one().get(10)
+    buffer = pair.holder.offer_read_only.call_one().get(WAIT_S)
 
-    assert pair.user.read.call_one(buffer).get(10) == b"constant"
+    assert pair.user.read.call_one(buffer).get(WAIT_S) == b"constant"
     with pytest.raises(ActorError, match="the buffer is read-only"):
-        pair.user.write.call_one(buffer, b"x").get(10)
+        pair.user.write.call_one(buffer, b"x").get(WAIT_S)
 
 
 def test_memory_of_ones_own_must_not_overlap(pair):
-    refused = pair.holder.overlapping.call_one().get(10)
+    refused = pair.holder.overlapping.call_one().get(WAIT_S)
 
     assert len(refused) == 3
     assert "overlap by 100 bytes" in refused[0]
@@ -223,27 +230,27 @@ def test_a_reference_is_small_and_equal_to_its_copy(here):
 
 def test_memory_lives_until_its_actor_ends(pair):
     holder = this_host().spawn_procs({"gpus": 1}).spawn("mortal", Holder)
-    buffer = holder.offer.call_one(100, 1, pair.kind).get(10)
-    assert pair.user.read.call_one(buffer).get(10) == pattern(1, 100)
-    ActorMesh.stop(holder).get(10)
+    buffer = holder.offer.call_one(100, 1, pair.kind).get(WAIT_S)
+    assert pair.user.read.call_one(buffer).get(WAIT_S) == pattern(1, 100)
+    ActorMesh.stop(holder).get(WAIT_S)
 
     with pytest.raises(ActorError, match="BufferDropped"):
-        pair.user.read.call_one(buffer).get(10)
+        pair.user.read.call_one(buffer).get(WAIT_S)
 
 
 @pytest.mark.parametrize("seen_before", [True, False])
 def test_the_death_of_the_owner_is_told_soon(pair, seen_before):
     procs = this_host().spawn_procs({"gpus": 1})
     mortal, worker = procs.spawn("mortal", Holder), procs.spawn("worker", Worker)
-    buffer = mortal.offer.call_one(100, 1, pair.kind).get(10)
+    buffer = mortal.offer.call_one(100, 1, pair.kind).get(WAIT_S)
     if seen_before:
-        pair.user.read.call_one(buffer).get(10)
-    os.kill(worker.pid.call_one().get(10), signal.SIGKILL)
+        pair.user.read.call_one(buffer).get(WAIT_S)
+    os.kill(worker.pid.call_one().get(WAIT_S), signal.SIGKILL)
     pair.client.expect_fault("Killed")
     with pytest.raises(
         ActorError, match=r"SupervisionError: the process of .*mortal.*, which owns the buffer, is gone"
     ):
-        pair.user.read.call_one(buffer).get(10)
+        pair.user.read.call_one(buffer).get(WAIT_S)
     pair.client.expect_fault("Killed")
 
 
@@ -306,8 +313,8 @@ def test_the_fallback_warns_once_and_names_path_and_setting(pair, monkeypatch):
     expected = r"fall back to 'shm'.*rdma_path='shm' silences"
     with settings.overridden(rdma_path="auto"):
         with pytest.warns(rdma.RDMATcpFallbackWarning, match=expected) as seen:
-            buffer.read_into(bytearray(10)).get(10)
-            buffer.read_into(bytearray(10)).get(10)
+            buffer.read_into(bytearray(10)).get(WAIT_S)
+            buffer.read_into(bytearray(10)).get(WAIT_S)
         assert [warning.filename for warning in seen] == [__file__]
 
 

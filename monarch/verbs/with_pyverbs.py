@@ -1,0 +1,187 @@
+"""The adapter over rdma-core's own binding, pyverbs, in the versions that distributions have.
+
+What it takes care of: importing pyverbs gives the root logger a handler and a level, which are taken back. Work
+requests leak when they are dropped, so each queue pair has one for sending, and one for each slot of receiving. Older
+versions do not tell the descriptor of a completion channel, so it is looked for. Every call holds the interpreter lock.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from importlib import import_module
+from typing import Any
+
+from monarch.verbs.adapter import Binding, Completion, Opcode, Peer, QueuePair, Region, Timing
+
+
+def load() -> Binding:
+    """Raises: ImportError, also where pyverbs is of another version than libibverbs."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    try:
+        parts = _Pyverbs()
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+    return Binding("pyverbs", lambda device, port: _Device(parts, device, port))
+
+
+class _Pyverbs:
+    """The names that are used of pyverbs."""
+
+    def __init__(self) -> None:
+        try:
+            self.e: Any = import_module("pyverbs.libibverbs_enums")
+        except ImportError:
+            self.e = import_module("pyverbs.enums")  # before rdma-core 50
+        addr, cq, qp, wr = (import_module(f"pyverbs.{name}") for name in ("addr", "cq", "qp", "wr"))
+        self.GID, self.AHAttr, self.GlobalRoute = addr.GID, addr.AHAttr, addr.GlobalRoute
+        self.CQ, self.CompChannel = cq.CQ, cq.CompChannel
+        self.QP, self.QPAttr, self.QPCap, self.QPInitAttr = qp.QP, qp.QPAttr, qp.QPCap, qp.QPInitAttr
+        self.SGE, self.RecvWR, self.SendWR = wr.SGE, wr.RecvWR, wr.SendWR
+        self.Context = import_module("pyverbs.device").Context
+        self.MR, self.PD = import_module("pyverbs.mr").MR, import_module("pyverbs.pd").PD
+        self.Error: type[Exception] = import_module("pyverbs.pyverbs_error").PyverbsRDMAError
+
+
+class _Device:
+    def __init__(self, parts: _Pyverbs, device: str, port: int) -> None:
+        self._parts, self._port = parts, port
+        e = parts.e
+        self.access = (
+            e.IBV_ACCESS_LOCAL_WRITE | e.IBV_ACCESS_REMOTE_WRITE | e.IBV_ACCESS_REMOTE_READ | e.IBV_ACCESS_REMOTE_ATOMIC
+        )
+        try:
+            self.context = parts.Context(name=device)
+            self.pd = parts.PD(self.context)
+        except parts.Error as error:
+            raise OSError(getattr(error, "error_code", 0), str(error)) from error
+
+    def mtu(self) -> int:
+        return int(self.context.query_port(self._port).active_mtu)
+
+    def register(self, address: int, size_bytes: int) -> Region:
+        try:
+            region: Region = self._parts.MR(self.pd, size_bytes, self.access, address=address)
+        except self._parts.Error as error:
+            raise OSError(getattr(error, "error_code", 0), str(error)) from error
+        return region
+
+    def queue_pair(self, depth: int) -> QueuePair:
+        return _QueuePair(self._parts, self, self._port, depth)
+
+    def close(self) -> None:
+        self.pd.close()
+        self.context.close()
+
+
+class _QueuePair:
+    def __init__(self, parts: _Pyverbs, device: _Device, port: int, depth: int) -> None:
+        self._parts, self._port, self._access = parts, port, device.access
+        e = parts.e
+        before = _event_descriptors()
+        self._channel = parts.CompChannel(device.context)
+        known = getattr(self._channel, "fd", None)
+        self._fd: int = known if known is not None else (_event_descriptors() - before).pop()
+        self._cq = parts.CQ(device.context, 2 * depth, channel=self._channel)
+        cap = parts.QPCap(max_send_wr=depth, max_recv_wr=depth, max_send_sge=1, max_recv_sge=1, max_inline_data=0)
+        attributes = parts.QPInitAttr(qp_type=e.IBV_QPT_RC, scq=self._cq, rcq=self._cq, cap=cap)
+        self._qp = parts.QP(device.pd, attributes)
+        self.number = int(self._qp.qp_num)
+        self._opcodes = {
+            Opcode.SEND: e.IBV_WR_SEND,
+            Opcode.WRITE: e.IBV_WR_RDMA_WRITE,
+            Opcode.READ: e.IBV_WR_RDMA_READ,
+            Opcode.FETCH_ADD: e.IBV_WR_ATOMIC_FETCH_AND_ADD,
+            Opcode.COMPARE_AND_SWAP: e.IBV_WR_ATOMIC_CMP_AND_SWP,
+        }
+        # Given `sg_list`, a SendWR reads the memory of this SGE, which may then be set anew; neither may be closed.
+        self._sge = parts.SGE(0, 0, 0)
+        self._request = parts.SendWR(num_sge=1, sg=[self._sge], send_flags=e.IBV_SEND_SIGNALED)
+        self._request.sg_list = self._sge
+        self._receives: dict[int, Any] = {}
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def connect(self, peer: Peer, gid_index: int, hop_limit: int, psn: int, mtu: int, timing: Timing) -> None:
+        parts = self._parts
+        attributes = parts.QPAttr(port_num=self._port)
+        attributes.qp_access_flags = self._access
+        self._qp.to_init(attributes)
+        attributes = parts.QPAttr(port_num=self._port)
+        if peer.gid:
+            route = parts.GlobalRoute(dgid=parts.GID(peer.gid), sgid_index=gid_index, hop_limit=hop_limit)
+            attributes.ah_attr = parts.AHAttr(gr=route, is_global=1, port_num=self._port, dlid=peer.lid)
+        else:
+            attributes.ah_attr = parts.AHAttr(port_num=self._port, dlid=peer.lid)
+        attributes.dest_qp_num, attributes.path_mtu, attributes.rq_psn = peer.number, mtu, peer.psn
+        attributes.max_dest_rd_atomic, attributes.min_rnr_timer = 16, 12
+        attributes.sq_psn, attributes.max_rd_atomic = psn, 16
+        attributes.timeout, attributes.retry_cnt = timing.timeout, timing.retries
+        attributes.rnr_retry = timing.rnr_retries
+        try:
+            self._qp.to_rtr(attributes)
+            self._qp.to_rts(attributes)
+        except parts.Error as error:
+            raise OSError(getattr(error, "error_code", 0), str(error)) from error
+
+    def post_recv(self, wr_id: int, address: int, size_bytes: int, lkey: int) -> None:
+        request = self._receives.get(wr_id)
+        if request is None:
+            sge = self._parts.SGE(address, size_bytes, lkey)
+            request = self._receives[wr_id] = self._parts.RecvWR(wr_id=wr_id, num_sge=1, sg=[sge])
+        self._qp.post_recv(request)
+
+    def post_send(
+        self,
+        opcode: Opcode,
+        wr_id: int,
+        address: int,
+        size_bytes: int,
+        lkey: int,
+        remote: int = 0,
+        rkey: int = 0,
+        compare_add: int = 0,
+        swap: int = 0,
+    ) -> None:
+        sge, request = self._sge, self._request
+        sge.addr, sge.length, sge.lkey = address, size_bytes, lkey
+        request.wr_id, request.opcode = wr_id, self._opcodes[opcode]
+        if opcode in (Opcode.READ, Opcode.WRITE):
+            request.set_wr_rdma(rkey, remote)
+        elif opcode is not Opcode.SEND:
+            request.set_wr_atomic(rkey, remote, compare_add, swap)
+        self._qp.post_send(request)
+
+    def poll(self) -> list[Completion]:
+        count, found = self._cq.poll(16)
+        return [Completion(done.wr_id, int(done.status), done.byte_len) for done in found[:count]]
+
+    def arm(self) -> None:
+        self._cq.req_notify()
+
+    def take_event(self) -> None:
+        self._channel.get_cq_event(self._cq)
+        self._cq.ack_events(1)
+
+    def to_error(self) -> None:
+        attributes = self._parts.QPAttr()
+        attributes.qp_state = self._parts.e.IBV_QPS_ERR
+        self._qp.modify(attributes, self._parts.e.IBV_QP_STATE)
+
+    def close(self) -> None:
+        for part in (self._qp, self._cq, self._channel):
+            part.close()
+
+
+def _event_descriptors() -> set[int]:
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink(f"/proc/self/fd/{name}") == "anon_inode:[infinibandevent]":
+                found.add(int(name))
+        except OSError:
+            continue
+    return found

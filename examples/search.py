@@ -6,7 +6,7 @@ It reads from top to bottom. Two kinds of actors do the work:
 - `Ranker` turns a question into a ranked answer. It asks all the indexes, and is given the *reference* to their mesh
   when it is spawned: a mesh can be sent anywhere, and used there.
 
-`main` spawns them, follows the build, asks, provokes an error, and stops everything.
+`main` spawns them, follows the build, asks, provokes an error, kills a process that is at work, and stops everything.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import math
 import os
 import platform
 import re
+import signal
 import sys
 import sysconfig
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,11 +38,14 @@ from monarch.actor import (
     Channel,
     Future,
     Port,
+    SupervisionError,
     current_rank,
     current_size,
     endpoint,
     this_host,
+    this_proc,
 )
+from monarch.supervision import Child, Supervisor
 
 # ---------------------------------------------------------------------------------------------------------------------
 # 1. What travels. Messages hold ordinary Python values: these small dataclasses are pickled like everything else.
@@ -157,6 +161,10 @@ class Ranker(Actor):
         self.total: Summary | None = None
 
     @endpoint
+    def pid(self) -> int:
+        return os.getpid()
+
+    @endpoint
     async def answer(self, question: str, limit: int = 3, where: Index | None = None) -> list[Hit]:
         """The best files for a question, in two rounds over the mesh: how rare is each word, and who has the best."""
         if self.total is None:  # an Accumulator folds the replies of a mesh, in the order in which they come
@@ -247,6 +255,28 @@ def main(procs: int | None = None, queries: Sequence[str] | None = None, limit_f
         alive = first.summary.call_one().get()
     show.note(f"the actor lives on: it still has its {alive.files:,} files")
 
+    with show.step("Kill a process at work"):
+        # Whoever spawns an actor hears of its death, and may replace it. A `Supervisor` does just that: this one keeps
+        # a ranker in a process of its own. What we hold is the ranker's name; who is behind it may change.
+        supervisor = this_proc().spawn("supervisor", Supervisor, [Child("ranker", Ranker, index)])
+        ranker: Ranker = supervisor.child("ranker")
+        victim = ranker.pid.call_one().get()
+        asked_of_it = [(question, ranker.answer.call_one(question)) for question in questions]
+        os.kill(victim, signal.SIGKILL)
+        lost: dict[str, SupervisionError] = {}
+        for question, future in asked_of_it:
+            try:
+                future.get()
+            except SupervisionError as error:
+                # It may have been answered or not, nobody can know; so it is for us to say that it can be asked again.
+                lost[question] = error
+        show.deaths(lost.values())
+        for question in lost:
+            ranker.answer.call_one(question).get()  # waits until the next ranker is up
+        successor = ranker.pid.call_one().get()
+        supervisor.stop().get()
+    show.note(f"process {victim} was killed with {len(lost)} questions, and process {successor} has answered them")
+
     with show.step("Stop"):
         mesh.stop().get()
     show.note(f"{n} processes are gone")
@@ -336,6 +366,14 @@ class Show:
         self.console.print(f"   the caller gets [red]{type(error).__name__}[/]:")
         for line in str(error).splitlines():
             self.console.print(f"   [red]|[/] [dim]{escape(line)}[/]")
+
+    def deaths(self, errors: Iterable[SupervisionError]) -> None:
+        """One line for all calls that failed for the same reason."""
+        for what in {
+            f"{each.actor_name}: process {each.pid} {each.kind} by signal {each.signal}"
+            for each in (error.failure for error in errors)
+        }:
+            self.console.print(f"   the callers get [red]{SupervisionError.__name__}[/]: [dim]{escape(what)}[/]")
 
     def times(self) -> None:
         """What took how long."""

@@ -92,6 +92,8 @@ def test_demo_answers_questions_over_the_standard_library():
     assert re.search(r"event loop +all shards", output)
     assert "1 of 2 shards" in output
     assert "ActorError" in output and "FileNotFoundError" in output and "the actor lives on" in output
+    assert re.search(r"SupervisionError: ranker: process \d+ killed by signal 9", output)
+    assert re.search(r"process (\d+) was killed with \d+ questions, and process (?!\1)\d+ has answered them", output)
     assert re.search(r"all +\d+\.\d\d s", output)
 
 
@@ -107,7 +109,7 @@ def test_demo_on_a_narrow_terminal_that_has_only_ascii():
     output = demo("--procs", "2", "--limit-files", "20", COLUMNS="40", LC_ALL="C", PYTHONIOENCODING="ascii")
     _, _, times = output.partition("Times\n")
 
-    assert len(times.splitlines()) == 8
+    assert len(times.splitlines()) == 9
     assert all(len(line) <= 40 for line in times.splitlines())
 
 

@@ -221,7 +221,7 @@ class Round:
             elif kind == "stream":
                 for future in self.members.rank.stream(value):
                     self._add(kind, future, every, lambda got, v=value: got[1] == v)
-            elif kind == "relay" and rank != other:
+            elif kind == "relay" and rank < other:  # two that wait for each other would wait for ever
                 future = one.relay.call_one(self.members.slice(gpus=other), value)
                 self._add(kind, future, {rank, other}, lambda got, v=value: got == v)
             elif kind == "port":

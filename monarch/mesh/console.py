@@ -107,7 +107,8 @@ class Conversation:
     def __init__(self, link: Link) -> None:
         self._link = link
         self._unsaid: deque[dict[str, Any]] = deque()
-        self._ending = False
+        self._ending = self._over = False
+        self._lock = threading.Lock()  # over the descriptors of the bell, which rings when there is something to say
         self._bell = os.pipe()
         for fd in self._bell:
             os.set_blocking(fd, False)
@@ -147,13 +148,15 @@ class Conversation:
         except MonarchError:  # the other side is gone
             link.abort()
         finally:
-            bell, self._bell = self._bell, (-1, -1)
-            for fd in bell:
-                os.close(fd)
+            with self._lock:
+                self._over = True
+                for fd in self._bell:
+                    os.close(fd)
 
     def _ring(self) -> None:
-        with contextlib.suppress(OSError):  # it is over, or rings already
-            os.write(self._bell[1], b"!")
+        with self._lock, contextlib.suppress(BlockingIOError):  # it rings already
+            if not self._over:
+                os.write(self._bell[1], b"!")
 
 
 @define(frozen=True)

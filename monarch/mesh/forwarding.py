@@ -12,7 +12,9 @@ The threads start with the first process whose output is forwarded.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import re
 import select
 import selectors
 import sys
@@ -87,9 +89,9 @@ class Forwarder:
         self._open: list[_Pipe] = []  # the showing thread's: those with a partial line
         self._aggregators: list[Aggregator] = []  # the showing thread's
         self._overdue: deque[tuple[float, Callable[[], None]]] = deque()
+        self._lock = threading.Lock()  # over the bell, which wakes the reading thread
         self._bell: tuple[int, int] | None = None
-        self._lock = threading.Lock()
-        self._closed = False
+        self._started = self._closed = False
 
     # ---- from any thread
 
@@ -100,8 +102,9 @@ class Forwarder:
             OSError: there are no descriptors left.
         """
         with self._lock:
-            if self._bell is None:
+            if not self._started:
                 self._start()
+        file = self._file(origin)
         fds: list[int] = []
         try:
             for _ in (1, 2):
@@ -109,8 +112,10 @@ class Forwarder:
         except OSError:
             for fd in fds:
                 os.close(fd)
+            if file is not None:
+                file.close()
             raise
-        source = Source(origin, (fds[1], fds[3]), Tail(self._tail_lines), file=self._file(origin))
+        source = Source(origin, (fds[1], fds[3]), Tail(self._tail_lines), file=file)
         for stream, fd in ((1, fds[0]), (2, fds[2])):
             os.set_blocking(fd, False)
             source.pipes.append(_Pipe(source, stream, fd, LineReader(stream, origin)))
@@ -141,7 +146,7 @@ class Forwarder:
 
     def flush(self, timeout_s: float) -> bool:
         """Show all that has been printed by now, partial lines too; False if there was not enough time."""
-        if self._bell is None:
+        if not self._started:
             return True
         done = threading.Event()
 
@@ -159,7 +164,7 @@ class Forwarder:
 
     def close(self, timeout_s: float) -> None:
         """Show what is left, and end the threads."""
-        if self._bell is None or self._closed:
+        if not self._started or self._closed:
             return
         self.flush(timeout_s)
         self._closed = True
@@ -170,6 +175,7 @@ class Forwarder:
     # ---- the reading thread
 
     def _start(self) -> None:
+        self._started = True
         self._bell = os.pipe()
         for fd in self._bell:
             os.set_blocking(fd, False)
@@ -183,9 +189,9 @@ class Forwarder:
         self._ring()
 
     def _ring(self) -> None:
-        assert self._bell is not None
-        with contextlib.suppress(OSError):
-            os.write(self._bell[1], b"!")
+        with self._lock, contextlib.suppress(BlockingIOError):  # it rings already
+            if self._bell is not None:
+                os.write(self._bell[1], b"!")
 
     def _watch(self, source: Source) -> None:
         for pipe in source.pipes:
@@ -215,6 +221,11 @@ class Forwarder:
                     self._forget(pipe)
         for pipe in list(self._pipes.values()):
             self._forget(pipe)
+        self._selector.close()
+        with self._lock:
+            for fd in self._bell:
+                os.close(fd)
+            self._bell = None
 
     def _read_some(self, pipe: _Pipe) -> int | None:
         """Read once: how many bytes, 0 where there are none now, None at the end."""
@@ -368,7 +379,11 @@ class Forwarder:
         if self._directory is None:
             return None
         os.makedirs(self._directory, exist_ok=True)
-        return open(os.path.join(self._directory, f"{origin.name}[{origin.rank}].log"), "ab", buffering=0)
+        name = re.sub(r"[^\w.-]", "_", origin.name)
+        for attempt in itertools.count(1):  # meshes may have the same name
+            again = f".{attempt}" if attempt > 1 else ""
+            with contextlib.suppress(FileExistsError):
+                return open(os.path.join(self._directory, f"{name}[{origin.rank}]{again}.log"), "xb", buffering=0)
 
 
 def make_forwarder() -> Forwarder:
@@ -413,6 +428,8 @@ def write(stream: int, data: bytes | bytearray) -> None:
         return
     current: TextIO | None
     current, original = (sys.stdout, sys.__stdout__) if stream == 1 else (sys.stderr, sys.__stderr__)
+    if current is None and original is None:
+        return  # closed when the program began; the descriptor may be something else by now
     if current is not None and current is not original:
         current.write(data.decode(errors="replace"))
         current.flush()

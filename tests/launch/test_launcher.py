@@ -168,6 +168,25 @@ def test_the_exit_code_is_told(bench: Bench, code: str, status: int, text: str) 
     assert end.describe() == text
 
 
+@pytest.mark.parametrize("in_one_request", [1, 2, 100])
+def test_each_process_may_have_outputs_of_its_own(bench: Bench, monkeypatch, in_one_request: int) -> None:
+    monkeypatch.setattr("monarch.launch.launcher._BATCH", in_one_request)
+    pipes = [(os.pipe(), os.pipe()) for _ in range(5)]
+    code = "import os, sys; print(%d); os.write(2, b'%d')"
+    specs = [
+        LaunchSpec(f"n{i}", ENTRY, (code % (i, i)).encode(), dict(os.environ), output=(out[1], err[1]))
+        for i, (out, err) in enumerate(pipes)
+    ]
+    for child in bench.launcher.launch_all(specs, [lambda end: None] * 5):
+        bench.until(lambda: not child.alive)
+
+    said = []
+    for (out, _), (err, _) in pipes:  # the launcher has closed its ends: there is an end to read to
+        with open(out, "rb") as printed, open(err, "rb") as complained:
+            said.append((printed.read(), complained.read()))
+    assert said == [(b"%d\n" % i, b"%d" % i) for i in range(5)]
+
+
 def test_a_signal_is_told_with_the_usual_reason_for_9(bench: Bench) -> None:
     killed = bench.run("import os; os.kill(os.getpid(), 9)")
     hung_up = bench.run("import os; os.kill(os.getpid(), 1)")

@@ -66,11 +66,20 @@ class Screen:
         return self.wait_for(until)
 
 
-@pytest.fixture(params=["inproc", "ipc"])
-def scene(request):
+@pytest.fixture(scope="module", params=["inproc", "ipc"])
+def client(request):
     with fresh_client(request.param, cleanup_timeout="1s", process_exit_timeout="3s") as client:
-        procs = this_host().spawn_procs({"gpus": 2})
-        yield client, procs, procs.spawn("stopper", Stopper), Screen(client)
+        yield client
+
+
+@pytest.fixture
+def scene(client):
+    """Two processes with an actor each, and a screen."""
+    procs = this_host().spawn_procs({"gpus": 2})
+    screen = Screen(client)
+    yield procs, procs.spawn("stopper", Stopper), screen
+    procs.stop().get(LIMIT_S)
+    screen.desk.close(screen.terminal)
 
 
 def both_wait(text: str) -> bool:
@@ -78,7 +87,7 @@ def both_wait(text: str) -> bool:
 
 
 def test_an_attached_terminal_looks_changes_and_lets_go(scene):
-    _, _, stopper, screen = scene
+    _, stopper, screen = scene
     calls = stopper.add.call(5)
     screen.wait_for(both_wait)
     assert "y += 1" in screen.type("attach stopper 1", "(Pdb) ")
@@ -92,7 +101,7 @@ def test_an_attached_terminal_looks_changes_and_lets_go(scene):
 
 
 def test_an_async_endpoint_stops_too_and_quit_fails_its_call(scene):
-    _, _, stopper, screen = scene
+    _, stopper, screen = scene
     call = stopper.slice(gpus=0).wait_and_add.call_one(1)
     screen.wait_for("breakpoint hit in stopper[0]")
     screen.type("attach stopper", "(Pdb) ")
@@ -104,7 +113,7 @@ def test_an_async_endpoint_stops_too_and_quit_fails_its_call(scene):
 
 
 def test_stepping_over_the_end_of_a_call_ends_the_session(scene):
-    _, _, stopper, screen = scene
+    _, stopper, screen = scene
     call = stopper.slice(gpus=0).add.call_one(5)
     screen.wait_for("breakpoint hit in stopper[0]")
     screen.type("attach stopper", "(Pdb) ")
@@ -116,7 +125,7 @@ def test_stepping_over_the_end_of_a_call_ends_the_session(scene):
 
 
 def test_one_command_goes_to_many_ranks(scene):
-    _, _, stopper, screen = scene
+    _, stopper, screen = scene
     calls = stopper.add.call(5)
     screen.wait_for(both_wait)
     screen.terminal.line("cast stopper ranks(gpus=0:2) p y * 10")
@@ -128,7 +137,7 @@ def test_one_command_goes_to_many_ranks(scene):
 
 
 def test_a_stop_does_not_wait_for_the_debugger(scene):
-    _, procs, stopper, screen = scene
+    procs, stopper, screen = scene
     call = stopper.add.call(5)
     screen.wait_for(both_wait)
     procs.stop().get(LIMIT_S)
@@ -164,23 +173,21 @@ def test_an_actor_of_the_clients_process_stops_there(scene):
     assert call.get(LIMIT_S) == 3
 
 
-def test_another_terminal_attaches_with_monarch_debug():
+def test_another_terminal_attaches_with_monarch_debug(scene):
     """What comes from a pipe waits for each prompt; its end detaches, and leaves."""
-    with fresh_client("ipc") as client:
-        stopper = this_host().spawn_procs({"gpus": 2}).spawn("stopper", Stopper)
-        screen = Screen(client)
-        calls = stopper.add.call(5)
-        screen.wait_for(both_wait)
-        command = [sys.executable, "-m", "monarch", "debug", "--pid", str(os.getpid())]
-        lines = "attach stopper 1\np x\ny = 100\nc\nattach stopper 0\np y\n"
-        ran = subprocess.run(command, input=lines, capture_output=True, text=True, timeout=LIMIT_S)
-        waiting = [who.rank for who, _ in screen.desk.waiting()]
-        screen.terminal.line("continue")
+    _, stopper, screen = scene
+    calls = stopper.add.call(5)
+    screen.wait_for(both_wait)
+    command = [sys.executable, "-m", "monarch", "debug", "--pid", str(os.getpid())]
+    lines = "attach stopper 1\np x\ny = 100\nc\nattach stopper 0\np y\n"
+    ran = subprocess.run(command, input=lines, capture_output=True, text=True, timeout=LIMIT_S)
+    waiting = [who.rank for who, _ in screen.desk.waiting()]
+    screen.terminal.line("continue")
 
-        assert (ran.returncode, ran.stderr) == (0, "")
-        assert ran.stdout.startswith("ACTOR") and "(Pdb) 5\n" in ran.stdout and "stopper[1] goes on" in ran.stdout
-        assert waiting == [0]
-        assert list(calls.get(LIMIT_S).values()) == [7, 101]
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ran.stdout.startswith("ACTOR") and "(Pdb) 5\n" in ran.stdout and "stopper[1] goes on" in ran.stdout
+    assert waiting == [0]
+    assert list(calls.get(LIMIT_S).values()) == [7, 101]
 
 
 def test_a_driver_that_nobody_could_reach_refuses_at_once():

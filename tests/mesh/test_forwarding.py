@@ -7,8 +7,10 @@ import logging
 import os
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from monarch.actor import Actor, SupervisionError, endpoint, this_host
 from monarch.mesh import forwarding
 from monarch.mesh.forwarding import Forwarder, Source
 from monarch.mesh.lines import Origin
-from monarch.testing import fresh_client
+from monarch.testing import TestClient, fresh_client
 
 LIMIT_S = 20.0
 
@@ -133,6 +135,45 @@ def test_files_have_all_that_each_process_printed(output, tmp_path):
     assert (tmp_path / "logs" / "anon[7].log").read_bytes() == b"1\n2\n"
 
 
+def test_meshes_of_one_name_have_files_of_their_own(tmp_path):
+    forwarder = Forwarder(directory=str(tmp_path))
+    for source in [forwarder.open(Origin(name, 0)) for name in ("a/b", "a/b", "a")]:
+        for fd in source.write_ends:
+            os.close(fd)
+        finish(forwarder, source)
+    forwarder.close(LIMIT_S)
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a[0].log", "a_b[0].2.log", "a_b[0].log"]
+
+
+def test_a_notebook_shows_all_that_was_printed_at_the_end_of_each_cell(output, monkeypatch):
+    hooks = []
+    events = SimpleNamespace(register=lambda name, hook: hooks.append((name, hook)))
+    shell = SimpleNamespace(events=events)
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    forwarder = forwarding.make_forwarder()
+    source, fd = opened(forwarder)
+    forwarder.configure([source], show=True, window_s=3600)
+    os.write(fd, b"line\n")
+    ((name, after_cell),) = hooks
+    after_cell(None)
+    os.close(fd)
+    forwarder.close(LIMIT_S)
+
+    assert (name, output.text) == ("post_run_cell", "anon[0] line\n")
+
+
+def test_a_closed_standard_output_gets_nothing(monkeypatch, tmp_path):
+    """Its descriptor may be another file by now."""
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "__stdout__", None)
+    written = []
+    monkeypatch.setattr(os, "write", lambda fd, data: written.append(fd))
+    forwarding.write(1, b"text\n")
+
+    assert written == []
+
+
 def test_a_flood_while_the_output_is_stuck_is_withheld_and_counted(output, forwarder):
     """The process goes on, and every line is either shown or counted."""
     forwarder._admission = type(forwarder._admission)(limit_bytes=1 << 16, patience_s=0.0)
@@ -180,15 +221,21 @@ class Talker(Actor):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.fixture
-def talking(output: Output) -> Iterator[tuple[Any, Any]]:
+@pytest.fixture(scope="module")
+def client() -> Iterator[TestClient]:
     with fresh_client("ipc", enable_log_forwarding=True, tail_log_lines=1) as client:
-        procs = this_host().spawn_procs({"gpus": 2})
-        yield client, procs
+        yield client
 
 
-def test_lines_say_which_actor_and_rank_printed_them(output, talking):
-    _, procs = talking
+@pytest.fixture
+def procs(output: Output, client: TestClient) -> Iterator[Any]:
+    """Two processes whose output goes to `output`."""
+    procs = this_host().spawn_procs({"gpus": 2})
+    yield procs
+    procs.stop().get(LIMIT_S)
+
+
+def test_lines_say_which_actor_and_rank_printed_them(output, procs):
     procs.spawn("talker", Talker).talk.call().get(LIMIT_S)
     procs.stop().get(LIMIT_S)
 
@@ -196,8 +243,7 @@ def test_lines_say_which_actor_and_rank_printed_them(output, talking):
     assert sorted(output.text.splitlines()) == sorted(f"talker[{rank}] {text}" for rank in range(2) for text in said)
 
 
-def test_the_report_of_a_death_comes_after_the_last_words_and_has_them(output, talking):
-    client, procs = talking
+def test_the_report_of_a_death_comes_after_the_last_words_and_has_them(output, client, procs):
     talker = procs.spawn("talker", Talker)
     with pytest.raises(SupervisionError, match="its last words: last words"):
         talker.slice(gpus=1).die.call_one().get(LIMIT_S)
@@ -206,8 +252,16 @@ def test_the_report_of_a_death_comes_after_the_last_words_and_has_them(output, t
     client.expect_fault("talker")
 
 
-def test_log_records_of_actors_say_whose_they_are(output, talking):
-    _, procs = talking
+def test_a_process_that_execs_is_forwarded_too(output, client):
+    procs = this_host().with_python_executable(sys.executable).spawn_procs(name="fresh")
+    procs.spawn("talker", Talker).talk.call_one().get(LIMIT_S)
+    procs.stop().get(LIMIT_S)
+
+    said = ("said", "by a subprocess", "natively", "in a thread")
+    assert sorted(output.text.splitlines()) == sorted(f"talker[0] {text}" for text in said)
+
+
+def test_log_records_of_actors_say_whose_they_are(output, procs):
     procs.spawn("talker", Talker).slice(gpus=1).log.call_one().get(LIMIT_S)
     procs.stop().get(LIMIT_S)
 
@@ -219,8 +273,7 @@ def test_log_records_of_actors_say_whose_they_are(output, talking):
     ]
 
 
-def test_logging_option_merges_equal_lines_and_sets_the_level(output, talking):
-    _, procs = talking
+def test_logging_option_merges_equal_lines_and_sets_the_level(output, procs):
     talker = procs.spawn("talker", Talker)
     asyncio.run(procs.logging_option(stream_to_client=True, aggregate_window_sec=3600, level=logging.CRITICAL))
     talker.log.call().get(LIMIT_S)

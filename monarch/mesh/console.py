@@ -53,6 +53,11 @@ class Console:
         self._listener: Listener | None = None
 
     @property
+    def url(self) -> str:
+        """Where it listens; empty while it does not."""
+        return self._listener.url if self._listener is not None else ""
+
+    @property
     def is_open(self) -> bool:
         """Whether it can be found."""
         return self._listener is not None

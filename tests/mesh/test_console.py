@@ -14,12 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from monarch.actor import context, this_host
+from monarch.actor import this_host
 from monarch.cli import main
 from monarch.debug import ProcessState, Snapshot
 from monarch.mesh import console
+from monarch.mesh.client import RootClient
 from monarch.mesh.console import Found
-from monarch.testing import fresh_client
+from monarch.testing import TestClient, fresh_client
 from monarch.testing.events import LIMIT_S, wait_until_gone
 from monarch.transports import ipc
 from tests.mesh.stuck import Stuck
@@ -45,13 +46,24 @@ def test_drivers_are_found_by_the_names_of_their_sockets():
     ]
 
 
-def mine() -> list[Found]:
-    return [driver for driver in console.found() if driver.pid == os.getpid()]
+def of(client: TestClient) -> Found:
+    """This process may have several clients at a time; other tests share some."""
+    root = client.context.actor_instance
+    assert isinstance(root, RootClient)
+    return Found(os.getpid(), root.console.url)
 
 
-def test_a_client_is_found_while_it_lives(monarch_client):
+@pytest.fixture
+def driver(monarch_client: TestClient, monkeypatch: pytest.MonkeyPatch) -> Found:
+    """A client that is the only one to be found."""
+    found = of(monarch_client)
+    assert found in console.found()
+    monkeypatch.setattr(console, "found", lambda: [found])
+    return found
+
+
+def test_a_driver_that_was_found_tells_what_it_does(driver):
     this_host().spawn_procs(name="work").spawn("stuck", Stuck).ready.call_one().get(LIMIT_S)
-    (driver,) = mine()
 
     snapshot = console.ask(driver, with_stacks=True)
 
@@ -62,26 +74,22 @@ def test_a_client_is_found_while_it_lives(monarch_client):
 
 
 def test_a_client_that_was_shut_down_is_not_found():
-    with fresh_client():
-        context()
-        (driver,) = mine()
+    with fresh_client() as client:
+        driver = of(client)
 
-    assert mine() == []
+    assert driver not in console.found()
     assert console.ask(driver, with_stacks=False) is None
 
 
-def test_a_driver_of_another_user_is_passed_over(monarch_client, monkeypatch):
-    (driver,) = mine()
-    theirs = os.geteuid() + 1
-    monkeypatch.setattr(ipc, "_credentials", lambda sock: (driver.pid, theirs))
+def test_a_driver_of_another_user_is_passed_over(driver, monkeypatch):
+    monkeypatch.setattr(ipc, "credentials", lambda sock: (driver.pid, os.geteuid() + 1))
 
     assert console.ask(driver, with_stacks=False) is None
-    assert console.ask_all(with_stacks=False, pid=driver.pid) == []
+    assert console.ask_all(with_stacks=False) == []
 
 
-def test_an_asker_of_another_user_is_not_even_greeted(monarch_client, monkeypatch):
-    (driver,) = mine()
-    monkeypatch.setattr(ipc, "_credentials", lambda sock: (driver.pid, os.geteuid() + 1))
+def test_an_asker_of_another_user_is_not_even_greeted(driver, monkeypatch):
+    monkeypatch.setattr(ipc, "credentials", lambda sock: (driver.pid, os.geteuid() + 1))
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.settimeout(LIMIT_S)
         sock.connect("\0" + driver.url.removeprefix("ipc://@"))
@@ -89,14 +97,13 @@ def test_an_asker_of_another_user_is_not_even_greeted(monarch_client, monkeypatc
         assert sock.recv(1) == b""
 
 
-def test_an_answer_of_another_version_is_no_error(monarch_client, monkeypatch):
-    (driver,) = mine()
+def test_an_answer_of_another_version_is_no_error(driver, monkeypatch):
     monkeypatch.setattr(Snapshot, "to_json", lambda self: {"version": 7})
 
     snapshot = console.ask(driver, with_stacks=False)
 
     assert snapshot is not None
-    assert [(process.name, process.pid) for process in snapshot.processes] == [("client", os.getpid())]
+    assert [(process.name, process.pid) for process in snapshot.processes][:1] == [("client", os.getpid())]
 
 
 def test_without_a_program_the_command_says_so(monkeypatch, capsys):
@@ -112,9 +119,9 @@ def test_without_a_program_the_command_says_so(monkeypatch, capsys):
     ]
 
 
-def test_the_command_shows_a_tree_stacks_or_json(monarch_client, capsys):
+def test_the_command_shows_a_tree_stacks_or_json(driver, capsys):
     this_host().spawn_procs(name="work").spawn("stuck", Stuck).ready.call_one().get(LIMIT_S)
-    pid = ["--pid", str(os.getpid())]
+    pid = ["--pid", str(driver.pid)]
 
     assert main(["ps", *pid]) == 0
     tree = capsys.readouterr().out

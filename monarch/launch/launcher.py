@@ -388,7 +388,8 @@ class Launcher:
         template.wire.close()
         code, signum = template.status
         end = "has ended" if code is signum is None else Exit(template.pid, code, signum).describe()
-        how = template.trouble or f"the template process {template.pid}, its parent, {end}"
+        which = f"the template process {template.pid}, its parent," if template.pid else "the template process"
+        how = template.trouble or f"{which} {end}"
         log.debug("template.ended", pid=template.pid, code=code, signal=signum)
         if not self._guardians:  # no pidfds here
             with contextlib.suppress(ChildProcessError):

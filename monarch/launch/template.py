@@ -371,13 +371,18 @@ def _load(modules: Sequence[str], driver: int | None, lifeline: int) -> None:
     if driver is not None:
         poll.register(driver, select.POLLIN)
 
+    loading = True
+
     def look(*_: object) -> None:
         if poll.poll(0):
             os._exit(0)
+        if loading:
+            signal.setitimer(signal.ITIMER_REAL, 0.1)  # not periodic: on a busy machine it would interrupt itself
 
     signal.signal(signal.SIGALRM, look)
-    signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
+    look()
     _import(modules)
+    loading = False
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
 

@@ -1,0 +1,121 @@
+"""What an owner says of a failure decides; what an actor does to itself has the fate that it asked for."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from monarch.actor import Actor, Port, SupervisionError, context, endpoint, this_host, this_proc
+from monarch.testing import TestClient
+from tests.mesh.actors import Worker
+
+
+class Judge(Actor):
+    def __init__(self, verdict: Any, heard: Port[str]) -> None:
+        self.verdict, self.heard = verdict, heard
+
+    @endpoint
+    def spawn(self) -> Any:
+        self.child = this_proc().spawn("child", Worker)
+        return self.child
+
+    def __supervise__(self, failure: Any) -> Any:
+        self.heard.send(failure.actor_name)
+        if isinstance(self.verdict, Exception):
+            raise self.verdict
+        return self.verdict
+
+
+class AsyncJudge(Judge):
+    async def __supervise__(self, failure: Any) -> Any:
+        await asyncio.sleep(0)
+        return super().__supervise__(failure)
+
+
+VERDICTS = [
+    (True, ""),
+    (1, ""),
+    ("seen", ""),
+    (False, "did not handle a supervision event from its child"),
+    (None, "did not handle a supervision event from its child"),
+    (0, "did not handle a supervision event from its child"),
+    ("", "did not handle a supervision event from its child"),
+    (LookupError("no opinion"), "__supervise__ raised LookupError: no opinion"),
+]
+
+
+@pytest.mark.parametrize("judge", [Judge, AsyncJudge])
+@pytest.mark.parametrize(("verdict", "report"), VERDICTS, ids=[repr(verdict) for verdict, _ in VERDICTS])
+def test_what_the_owner_returns_decides(
+    monarch_client: TestClient, channel: Any, judge: type[Judge], verdict: Any, report: str
+) -> None:
+    port, receiver = channel
+    owner = this_host().spawn_procs().spawn("owner", judge, verdict, port)
+    child = owner.spawn.call_one().get(10)
+    with pytest.raises(SupervisionError, match="SystemExit"):
+        child.leave.call_one().get(10)
+    assert receiver.recv().get(10) == "child"
+
+    if not report:
+        assert owner.spawn.call_one().get(10).echo.call_one(1).get(10) == 1
+        monarch_client.settle()
+        assert monarch_client.faults.values == []
+        return
+    failure = monarch_client.expect_fault("owner")
+    assert report in failure.report()
+    assert [cause.kind for cause in failure.causes] == ["failed"]
+    assert "SystemExit" in failure.causes[0].reason
+    with pytest.raises(SupervisionError) as caught:
+        owner.spawn.call_one().get(10)
+    assert caught.value.failure.crashed_ranks == [0]
+    with pytest.raises(TimeoutError):
+        receiver.recv().get(0.02)  # nobody is asked about its own end, nor twice
+
+
+class Leaver(Actor):
+    """Ends itself in the way it is told."""
+
+    @endpoint
+    def end(self, how: str, reason: str | None) -> None:
+        getattr(context().actor_instance, how)(reason)
+
+    @endpoint
+    def ping(self) -> str:
+        return "pong"
+
+
+@pytest.mark.parametrize(
+    ("how", "reason", "told"),
+    [
+        ("stop", "enough", None),
+        ("abort", "enough", "actor explicitly aborted due to: enough"),
+        ("abort", None, "actor explicitly aborted due to: no reason provided"),
+        ("kill", "enough", "actor explicitly aborted due to: enough"),
+    ],
+)
+def test_an_actor_ends_itself(monarch_client: TestClient, how: str, reason: str | None, told: str | None) -> None:
+    procs = this_host().spawn_procs()
+    leaver = procs.spawn("leaver", Leaver)
+    leaver.end.call_one(how, reason).exception(10)  # its own reply may come or not
+
+    with pytest.raises(SupervisionError, match=told or r"stopped \(enough\)"):
+        leaver.ping.call_one().get(10)
+    if told is not None:
+        assert monarch_client.expect_fault(told).kind == "failed"
+    assert procs.spawn("next", Leaver).ping.call_one().get(10) == "pong"  # the process is none the worse
+    monarch_client.settle()
+
+
+def test_a_slice_made_later_has_the_health_of_its_members(monarch_client: TestClient) -> None:
+    workers = this_host().spawn_procs({"gpus": 3}).spawn("workers", Worker)
+    with pytest.raises(SupervisionError):
+        workers.slice(gpus=1).leave.call_one().get(10)
+    monarch_client.expect_fault("workers")
+
+    assert list(workers.slice(gpus=slice(0, 3, 2)).echo.call(1).get(10).values()) == [1, 1]
+    for view in (workers, workers.slice(gpus=slice(0, 2)), workers.flatten("all").slice(all=1)):
+        with pytest.raises(SupervisionError) as caught:
+            view.echo.call(1).get(10)
+        assert caught.value.failure.coordinates == [{"gpus": 1}]

@@ -86,14 +86,13 @@ class Envelope:
     def frame(self) -> list[Buffer]:
         """As it goes over a link."""
         if self.chain:
-            self.flags |= Flag.CHAINED
-            return [self.head(), *self.parts, self.chain]
+            return [self.head(Flag.CHAINED), *self.parts, self.chain]
         return [self.head(), *self.parts]
 
-    def head(self) -> bytes:
+    def head(self, more_flags: int = 0) -> bytes:
         return HEAD.pack(
             self.kind,
-            self.flags,
+            self.flags | more_flags,
             self.ttl,
             self.rank,
             self.dst_proc,
@@ -130,7 +129,7 @@ class Envelope:
             self.dst_proc,
             self.dst_actor,
             parts,
-            self.flags & ~Flag.CHAINED,
+            self.flags,
             self.rank,
             0,
             self.dst_port,
@@ -157,6 +156,7 @@ def parse(frame: list[Buffer]) -> Envelope:
         if not parts:
             raise RemoteProtocolError("a message without the chain that it announces")
         chain = bytes(parts.pop())
+        flags &= ~Flag.CHAINED
     return Envelope(
         kind, dst_proc, dst_actor, dst_port, src_proc, src_actor, parts, flags, rank, seq, reply, ttl, chain
     )

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from monarch.core.instance import Instance
 
 _LINK: Final = Struct("<QQQH")  # process, actor, number of the call that it serves; then the size of the text
-_LINKS: Final = 64
+_LINKS: Final = 64  # of longer chains, the end is kept
+_TEXT_BYTES: Final = 500
 _ACTOR: Final = Struct("<QQ")
 
 ServedKey = tuple[int, int, int]
@@ -95,8 +96,7 @@ class Served:
         if not self._chain:
             self.number = self.instance.next_served()
             before = self._pruned(self._before) if self._before else b""
-            text = f"{self.instance.member}.{self.endpoint}".encode()
-            self._chain = before + _LINK.pack(*self.key, len(text)) + text
+            self._chain = before + _link(self.key, f"{self.instance.member}.{self.endpoint}")
         return self._chain
 
     def _pruned(self, chain: bytes) -> bytes:
@@ -108,7 +108,12 @@ class Served:
             if (proc, actor) == own and number not in running:
                 begin = position + 1
         kept = links[max(begin, len(links) + 1 - _LINKS) :]
-        return b"".join(_LINK.pack(*key, len(text.encode())) + text.encode() for key, text in kept)
+        return b"".join(_link(key, text) for key, text in kept)
+
+
+def _link(key: ServedKey, text: str) -> bytes:
+    encoded = text.encode()[-_TEXT_BYTES:]
+    return _LINK.pack(*key, len(encoded)) + encoded
 
 
 def comes_from(chain: bytes, proc: int, actor: int) -> ServedKey | None:
@@ -125,7 +130,7 @@ def links_of(chain: bytes) -> list[tuple[ServedKey, str]]:
     while at < len(chain):
         proc, actor, number, size = _LINK.unpack_from(chain, at)
         at += _LINK.size
-        links.append(((proc, actor, number), chain[at : at + size].decode()))
+        links.append(((proc, actor, number), chain[at : at + size].decode(errors="replace")))
         at += size
     return links
 

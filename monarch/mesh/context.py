@@ -209,7 +209,7 @@ class Context:
         return self._served is not None and self._served.cancelled
 
     @property
-    def caller(self) -> Served | None:
+    def _caller(self) -> Served | None:
         """The endpoint that a call comes from which is made now; None outside of any, or once it is through."""
         served = self._served
         return served if served is not None and served.going_on else None

@@ -116,7 +116,8 @@ class ActorBehavior:
         return self._run_sync(served, envelope, spec, port, args, kwargs)
 
     def endpoint_of(self, envelope: Envelope) -> str:
-        return self._describe(bytes(envelope.parts[0]))[0]
+        name = self._describe(bytes(envelope.parts[0]))[0]
+        return "initialized" if name == READY else name
 
     def _handed_out(self, envelope: Envelope, port: Port[Any] | None) -> Port[Any]:
         """The reply port of a method that replies itself. What it still owes when the actor ends, is refused then."""
@@ -173,7 +174,7 @@ class ActorBehavior:
             self._end_if_forked(None)
         except Exception as error:
             self._end_if_forked(error)
-            return self._endpoint_failed(envelope, spec, port, error)
+            return self._endpoint_failed(served, envelope, spec, port, error)
         except BaseException as error:
             self._end_if_forked(error)
             return self._failed(f"endpoint {spec.name} raised", error)
@@ -194,7 +195,7 @@ class ActorBehavior:
             self._end_if_forked(None)
         except Exception as error:
             self._end_if_forked(error)
-            return self._endpoint_failed(envelope, spec, port, error)
+            return self._endpoint_failed(served, envelope, spec, port, error)
         except BaseException as error:
             self._end_if_forked(error)
             if isinstance(error, asyncio.CancelledError) and self._instance.down is not None:
@@ -237,8 +238,11 @@ class ActorBehavior:
         return down
 
     def _endpoint_failed(
-        self, envelope: Envelope, spec: EndpointSpec, port: Port[Any] | None, error: Exception
+        self, served: Served, envelope: Envelope, spec: EndpointSpec, port: Port[Any] | None, error: Exception
     ) -> Down | None:
+        if served.cancelled:
+            self._owed.discard(envelope)
+            return None  # nobody waits, and nobody is to blame
         if isinstance(error, StopIteration):
             wrapped = RuntimeError(f"endpoint {spec.name} raised StopIteration")
             wrapped.__cause__ = error

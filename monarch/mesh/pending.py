@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from monarch.core import inquiries
+from monarch.core.ids import ProcId
 from monarch.core.inquiries import CallState
 from monarch.core.peer import State
 
@@ -38,15 +39,17 @@ def explain(runtime: Proc, members: Members, reply_port: int, left: Sequence[int
         elif future._wait(max(0.0, deadline_s - time.monotonic())) and future.exception(0) is None:
             said.append(describe(call, future.get(0)[0]))
         else:
-            peer = runtime.gateway.peers.get(proc.key)
-            if peer is not None and peer.state is not State.UP:
-                why = "is not connected: it is starting, or cut off"
-            else:
-                why = f"did not answer within {limit_s:g} s: its interpreter may be held by native code"
-            said.append(f"{call}: its process {peer.pid or '' if peer is not None else ''} {why}".replace("  ", " "))
+            said.append(f"{call}: {_silence(runtime, proc, limit_s)}")
     if len(left) > len(shown):
         said.append(f"{len(left) - len(shown)} more")
     return f"{what}: {'; '.join(said)}"
+
+
+def _silence(runtime: Proc, proc: ProcId, limit_s: float) -> str:
+    peer = runtime.gateway.peers.get(proc.key)
+    if peer is None or peer.state is not State.UP:
+        return "its process is not connected: it is starting, or cut off"
+    return f"its process {peer.pid} did not answer within {limit_s:g} s: native code may hold its interpreter"
 
 
 def describe(call: str, state: CallState) -> str:

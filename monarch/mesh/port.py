@@ -309,7 +309,7 @@ class CallSink:
         self._runtime = runtime = here.actor_instance.proc_runtime
         self._members = members
         self.number = runtime.new_port()
-        caller = here.caller if here._served is not None else None
+        caller = here._caller if here._served is not None else None
         self.chain = b"" if caller is None else caller.chain()  # for the message
         self.wait = None if caller is None else Wait(caller)
 

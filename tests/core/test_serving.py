@@ -79,6 +79,14 @@ def test_concurrent_calls_that_go_on_stay_in_the_chain() -> None:
     assert len(links_of(chain)) == 3
 
 
+def test_a_very_long_name_is_cut() -> None:
+    a = FakeActor(1, 5)
+    a.member = "ü" * 100_000
+
+    ((_, text),) = links_of(a.serve().chain())
+    assert len(text) <= 500 and text.endswith("ü.go")
+
+
 def test_the_oldest_of_a_very_long_chain_are_dropped() -> None:
     chain = b""
     for number in range(200):

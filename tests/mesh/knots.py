@@ -72,13 +72,17 @@ class Newborn(Actor):
         ready.send(port)
         me = receiver.recv().get(LIMIT_S)
         try:
+            me.initialized.get(LIMIT_S)
+        except Exception as error:
+            self.initialized = f"{type(error).__name__}: {error}"
+        try:
             self.error = me.told.call_one().get(LIMIT_S)
         except Exception as error:
             self.error = f"{type(error).__name__}: {error}"
 
     @endpoint
-    def told(self) -> str:
-        return self.error
+    def told(self) -> tuple[str, str]:
+        return self.error, self.initialized
 
 
 class AsyncKnot(Actor):
@@ -147,6 +151,13 @@ class Patient(Actor):
         except asyncio.CancelledError:
             port.send(f"interrupted, cancelled={context().cancelled}")
             raise
+
+    @endpoint(explicit_response_port=True)
+    async def fail_when_cancelled(self, reply: Port[None], port: Port[str]) -> None:
+        try:
+            await self._wait(port)
+        except asyncio.CancelledError:
+            raise ValueError("in the middle of something") from None
 
     @endpoint
     async def stubborn(self, port: Port[str]) -> str:

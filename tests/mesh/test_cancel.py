@@ -69,7 +69,7 @@ def test_a_sync_endpoint_reads_a_flag(spawn: Spawn, shared: Shared) -> None:
     assert told.recv().get(LIMIT_S) is True
 
 
-@pytest.mark.parametrize("method", ["wait", "wait_aside", "wait_explicitly", "stubborn"])
+@pytest.mark.parametrize("method", ["wait", "wait_aside", "wait_explicitly", "fail_when_cancelled", "stubborn"])
 def test_an_async_endpoint_is_interrupted_at_its_await(spawn: Spawn, shared: Shared, channel: Any, method: str) -> None:
     patient = spawn(Patient, on=one(shared))
     port, receiver = channel

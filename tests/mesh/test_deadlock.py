@@ -108,7 +108,9 @@ def test_a_call_to_itself_from_the_constructor(spawn: Spawn, shared: Shared, cha
     newborn = spawn(Newborn, port, on=shared.procs.slice(hosts=0, gpus=1))
     receiver.recv().get(LIMIT_S).send(newborn)
 
-    assert "DeadlockError" in newborn.told.call_one().get(LIMIT_S)
+    told, initialized = newborn.told.call_one().get(LIMIT_S)
+    assert "DeadlockError" in told and "newborn.__init__ calls" in told.replace("newborn{}", "newborn")
+    assert "DeadlockError" in initialized and ".initialized and waits for it" in initialized
 
 
 # What looks like a cycle, and is none

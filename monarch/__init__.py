@@ -9,13 +9,35 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_LAZY = {"ActorFuture": ("monarch.core.future", "Future")}
+_MODULES = ("actor", "config")
+_LAZY = {
+    "ActorFuture": ("monarch.core.future", "Future"),
+    "Extent": ("monarch.mesh.shape", "Extent"),
+    "NDSlice": ("monarch.mesh.shape", "Slice"),
+    "Shape": ("monarch.mesh.shape", "Shape"),
+    **dict.fromkeys(
+        ("configure", "configured", "get_global_config", "get_runtime_config", "clear_runtime_config"),
+        ("monarch.config", ""),
+    ),
+}
+_PLANNED = frozenset(
+    """
+    Future OpaqueRef RemoteProcessGroup Selection Simulator Stream Tensor builtins call_on_shard_and_fetch coalescing
+    fetch_shard function_resolvers get_active_mesh get_active_stream grad_function grad_generator inspect mast_reserve
+    no_mesh reduce reduce_ remote set_meta show slice_mesh timer to_mesh world_mesh
+    """.split()
+)
 
 
 def __getattr__(name: str) -> Any:
+    """Loads what is asked for: `import monarch` alone is quick."""
+    if name in _MODULES:
+        return importlib.import_module(f"monarch.{name}")
     if name in _LAZY:
         module, attribute = _LAZY[name]
-        return getattr(importlib.import_module(module), attribute)
+        return getattr(importlib.import_module(module), attribute or name)
+    if name in _PLANNED:
+        raise AttributeError(f"monarch.{name} belongs to distributed tensors, which are planned; this version has none")
     raise AttributeError(f"module 'monarch' has no attribute {name!r}")
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -106,6 +108,16 @@ def test_every_name_is_there_and_exported(module: str, names: list[str]) -> None
 
     assert [name for name in names if not hasattr(loaded, name)] == []
     assert [name for name in names if name not in loaded.__all__] == []
+
+
+def test_the_package_loads_what_it_is_asked_for() -> None:
+    program = "import monarch; monarch.actor.Actor, monarch.config.configure, monarch.configure, monarch.NDSlice"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=30)
+
+    assert monarch.ActorFuture is Future
+    assert monarch.get_global_config()["cleanup_timeout"]
+    with pytest.raises(AttributeError, match=r"monarch\.Tensor .* planned"):
+        _ = monarch.Tensor
 
 
 @pytest.mark.parametrize("cls", MEMBERS, ids=lambda cls: cls.__name__)

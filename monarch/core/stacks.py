@@ -7,17 +7,19 @@ taking them touches no file.
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import os
 import re
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from enum import StrEnum
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
-from attrs import define
+from attrs import define, evolve
 
 _OURS: Final = str(Path(__file__).parents[1]) + os.sep
 _EXAMPLES: Final = _OURS + "examples" + os.sep
@@ -29,23 +31,40 @@ _THREAD: Final = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)(?: \[([^\]
 _FRAME: Final = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
 
 
+class Owner(StrEnum):
+    """Whose code a frame runs."""
+
+    USER = "user"
+    LIBRARY = "monarch"
+    PYTHON = "python"
+
+
 @define(frozen=True)
 class Frame:
+    """`owner` is found where the stack is taken: whoever shows it may have this library at another place."""
+
     file: str
     line: int
     function: str
+    owner: Owner
 
-    @property
-    def is_ours(self) -> bool:
-        """Whether it is a frame of this library."""
-        return self.file.startswith(_OURS) and not self.file.startswith(_EXAMPLES)
 
-    @property
-    def is_users(self) -> bool:
-        """Whether it is neither of this library nor of Python's own."""
-        if self.is_ours or self.file.startswith("<frozen "):
-            return False
-        return not self.file.startswith(_PYTHON) or any(part in self.file for part in _SITE)
+@functools.cache
+def owner_of(file: str) -> Owner:
+    if file.startswith(_OURS) and not file.startswith(_EXAMPLES):
+        return Owner.LIBRARY
+    if file.startswith("<frozen ") or (file.startswith(_PYTHON) and not any(part in file for part in _SITE)):
+        return Owner.PYTHON
+    return Owner.USER
+
+
+def owned(calls: Sequence[tuple[str, int, str]]) -> tuple[Frame, ...]:
+    """Frames of (file, line, function), the outermost first."""
+    frames = [Frame(file, line, function, owner_of(file)) for file, line, function in calls]
+    # What a process is started with by `python -c` is ours, and has a file name that users' code may have too.
+    if len(frames) > 1 and frames[0].file == "<string>" and frames[1].file in _STARTS:
+        frames[0] = evolve(frames[0], owner=Owner.LIBRARY)
+    return tuple(frames)
 
 
 @define(frozen=True)
@@ -64,16 +83,16 @@ class Stack:
     @property
     def is_idle(self) -> bool:
         """Whether no code of the user's runs: a thread that waits for messages, or for work."""
-        return _first_of_users(self.frames) == len(self.frames)
+        return not any(frame.owner is Owner.USER for frame in self.frames)
 
 
 def frames_of(frame: FrameType | None) -> tuple[Frame, ...]:
     """The frames from the outermost caller up to `frame`."""
     found = []
     while frame is not None:
-        found.append(_frame(frame))
+        found.append(_call(frame))
         frame = frame.f_back
-    return tuple(reversed(found))
+    return owned(found[::-1])
 
 
 def frames_of_waiting(coro: Any) -> tuple[Frame, ...]:
@@ -81,8 +100,8 @@ def frames_of_waiting(coro: Any) -> tuple[Frame, ...]:
     found = []
     while (suspended := _suspended(coro)) is not None:
         frame, coro = suspended
-        found.append(_frame(frame))
-    return tuple(found)
+        found.append(_call(frame))
+    return owned(found)
 
 
 _KINDS: Final = (("cr_frame", "cr_await"), ("gi_frame", "gi_yieldfrom"), ("ag_frame", "ag_await"))
@@ -98,8 +117,8 @@ def _suspended(awaited: Any) -> tuple[FrameType, Any] | None:
     return None
 
 
-def _frame(frame: FrameType) -> Frame:
-    return Frame(frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name)
+def _call(frame: FrameType) -> tuple[str, int, str]:
+    return frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name
 
 
 def running_threads() -> dict[int, Stack]:
@@ -126,18 +145,18 @@ def parse_dump(text: str) -> tuple[Stack, ...]:
     where it knows none: before Python 3.14."""
     found: list[Stack] = []
     head: str | None = None
-    frames: list[Frame] = []
+    calls: list[tuple[str, int, str]] = []
 
     def finish() -> None:
         if head is not None:
-            found.append(Stack(head, tuple(reversed(frames))))
+            found.append(Stack(head, owned(calls[::-1])))
 
     for line in text.splitlines():
         if thread := _THREAD.fullmatch(line):
             finish()
-            head, frames = thread[2] or f"0x{thread[1].lstrip('0')}", []
+            head, calls = thread[2] or f"0x{thread[1].lstrip('0')}", []
         elif frame := _FRAME.fullmatch(line):
-            frames.append(Frame(frame[1], int(frame[2]) if frame[2].isdecimal() else 0, frame[3]))
+            calls.append((frame[1], int(frame[2]) if frame[2].isdecimal() else 0, frame[3]))
     finish()
     return tuple(found)
 
@@ -158,21 +177,14 @@ class Shown:
 def condensed(frames: Sequence[Frame]) -> list[Shown]:
     """`frames` for a reader: what is before the first frame of the user's is left out; of a run of the library's own
     in between or at the end, the first is kept, which says what was asked of it."""
-    first = _first_of_users(frames)
+    first = next((at for at, frame in enumerate(frames) if frame.owner is Owner.USER), len(frames))
     shown = [Shown(None, first)] if first else []
     at = first
     while at < len(frames):
         end = at + 1
-        if frames[at].is_ours:
-            while end < len(frames) and not frames[end].is_users:
+        if frames[at].owner is Owner.LIBRARY:
+            while end < len(frames) and frames[end].owner is not Owner.USER:
                 end += 1
         shown.append(Shown(frames[at], end - at - 1))
         at = end
     return shown
-
-
-def _first_of_users(frames: Sequence[Frame]) -> int:
-    """Position of the first frame of the user's, or the number of frames."""
-    # What a process is started with by `python -c` is ours, and has a file name that users' code may have too.
-    start = 1 if len(frames) > 1 and frames[0].file == "<string>" and frames[1].file in _STARTS else 0
-    return next((at for at in range(start, len(frames)) if frames[at].is_users), len(frames))

@@ -9,7 +9,7 @@ from typing import Any, Self
 from attrs import asdict, define, evolve
 
 from monarch.core.serving import Running
-from monarch.core.stacks import Frame, Stack
+from monarch.core.stacks import Frame, Owner, Stack
 
 
 class ProcessState(StrEnum):
@@ -144,4 +144,6 @@ def _actor(facts: Mapping[str, Any]) -> Actor:
 
 
 def _stack(facts: Mapping[str, Any]) -> Stack:
-    return Stack(**{**facts, "frames": tuple(Frame(**each) for each in facts["frames"])})
+    return Stack(
+        **{**facts, "frames": tuple(Frame(**{**each, "owner": Owner(each["owner"])}) for each in facts["frames"])}
+    )

@@ -10,22 +10,33 @@ from pathlib import Path
 import pytest
 
 import monarch
-from monarch.core.stacks import Frame, Shown, Stack, condensed, parse_dump, running_threads, waiting_tasks
+from monarch.core.stacks import (
+    Frame,
+    Owner,
+    Shown,
+    Stack,
+    condensed,
+    owned,
+    owner_of,
+    parse_dump,
+    running_threads,
+    waiting_tasks,
+)
 
 PACKAGE = str(Path(monarch.__file__).parent)
 PYTHON = str(Path(threading.__file__).parent)
 
 
 def users(function):
-    return Frame("/home/me/train.py", 1, function)
+    return Frame("/home/me/train.py", 1, function, Owner.USER)
 
 
 def ours(function):
-    return Frame(f"{PACKAGE}/core/{function}.py", 1, function)
+    return Frame(f"{PACKAGE}/core/{function}.py", 1, function, Owner.LIBRARY)
 
 
 def pythons(function):
-    return Frame(f"{PYTHON}/asyncio/{function}.py", 1, function)
+    return Frame(f"{PYTHON}/asyncio/{function}.py", 1, function, Owner.PYTHON)
 
 
 def functions(stack):
@@ -33,21 +44,27 @@ def functions(stack):
 
 
 @pytest.mark.parametrize(
-    ("file", "is_ours", "is_users"),
+    ("file", "owner"),
     [
-        ("/home/me/train.py", False, True),
-        (f"{PACKAGE}/core/loop.py", True, False),
-        (f"{PACKAGE}/examples/search.py", False, True),
-        (f"{PYTHON}/threading.py", False, False),
-        (f"{PYTHON}/site-packages/torch/nn.py", False, True),
-        ("<frozen runpy>", False, False),
-        ("<string>", False, True),
+        ("/home/me/train.py", Owner.USER),
+        (f"{PACKAGE}/core/loop.py", Owner.LIBRARY),
+        (f"{PACKAGE}/examples/search.py", Owner.USER),
+        (f"{PYTHON}/threading.py", Owner.PYTHON),
+        (f"{PYTHON}/site-packages/torch/nn.py", Owner.USER),
+        ("<frozen runpy>", Owner.PYTHON),
+        ("<string>", Owner.USER),
     ],
 )
-def test_whose_a_frame_is(file, is_ours, is_users):
-    frame = Frame(file, 1, "f")
+def test_whose_a_frame_is(file, owner):
+    assert owner_of(file) is owner
 
-    assert (frame.is_ours, frame.is_users) == (is_ours, is_users)
+
+@pytest.mark.parametrize(
+    ("then", "owner"),
+    [(f"{PACKAGE}/launch/template.py", Owner.LIBRARY), (f"{PACKAGE}/debug.py", Owner.USER), ("x.py", Owner.USER)],
+)
+def test_what_starts_a_process_of_ours_is_no_code_of_the_users(then, owner):
+    assert owned([("<string>", 8, "<module>"), (then, 1, "main")])[0].owner is owner
 
 
 def test_a_thread_that_waits_for_a_lock_is_seen_there():
@@ -117,15 +134,11 @@ def test_a_dump_is_read_with_the_most_recent_call_last():
     assert parse_dump(DUMP) == (
         Stack(
             "0x7f0c191986c0",
-            (Frame("/usr/lib/python3.11/threading.py", 0, "run"), Frame("/home/me/my train.py", 7, "<lambda>")),
+            owned([("/usr/lib/python3.11/threading.py", 0, "run"), ("/home/me/my train.py", 7, "<lambda>")]),
         ),
-        Stack("main one", (Frame("/home/me/my train.py", 9, "<module>"),)),
+        Stack("main one", owned([("/home/me/my train.py", 9, "<module>")])),
         Stack("0xa", ()),
     )
-
-
-START = Frame("<string>", 8, "<module>")
-TEMPLATE = Frame(f"{PACKAGE}/launch/template.py", 9, "main")
 
 
 @pytest.mark.parametrize(
@@ -134,8 +147,6 @@ TEMPLATE = Frame(f"{PACKAGE}/launch/template.py", 9, "main")
         ([], []),
         ([users("a"), users("b")], [Shown(users("a")), Shown(users("b"))]),
         ([ours("run"), pythons("loop"), ours("turn"), users("step")], [Shown(None, 3), Shown(users("step"))]),
-        ([START, TEMPLATE, ours("run"), users("step")], [Shown(None, 3), Shown(users("step"))]),
-        ([START, users("step")], [Shown(START), Shown(users("step"))]),  # the user's own `python -c`
         ([users("step"), pythons("sleep")], [Shown(users("step")), Shown(pythons("sleep"))]),
         ([users("step"), ours("get"), ours("wait"), pythons("poll")], [Shown(users("step")), Shown(ours("get"), 2)]),
         (
@@ -151,5 +162,5 @@ def test_frames_that_tell_little_are_left_out(frames, shown):
 
 
 def test_a_stack_without_code_of_the_users_is_idle():
-    assert Stack("t", (START, TEMPLATE, ours("run"), pythons("wait"))).is_idle
+    assert Stack("t", (ours("run"), pythons("wait"))).is_idle
     assert not Stack("t", (ours("run"), users("step"), ours("get"))).is_idle

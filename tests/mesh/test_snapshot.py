@@ -8,13 +8,13 @@ import json
 import pytest
 
 from monarch.core.serving import Running
-from monarch.core.stacks import Frame, Stack
+from monarch.core.stacks import Frame, Owner, Stack
 from monarch.mesh.rendering import duration, show
 from monarch.mesh.snapshot import Actor, Host, Process, ProcessState, Snapshot
 
-STEP = Stack("MainThread", (Frame("train.py", 7, "step"),))
-WAITING = Stack("Task-1", (Frame("train.py", 9, "fetch"),), waits=True)
-LOADER = Stack("loader", (Frame("data.py", 3, "load"),))
+STEP = Stack("MainThread", (Frame("train.py", 7, "step", Owner.USER),))
+WAITING = Stack("Task-1", (Frame("train.py", 9, "fetch", Owner.USER),), waits=True)
+LOADER = Stack("loader", (Frame("data.py", 3, "load", Owner.USER),))
 IDLE = Stack("monarch-io", ())
 
 TRAINER = Actor("trainer{'gpus': 0/2}", "train.Trainer", "serving", (Running("step", 1.0, 72.5),), 3, 1, (STEP,))

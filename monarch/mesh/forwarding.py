@@ -37,6 +37,7 @@ _DRAIN_BYTES: Final = (
     4 << 20
 )  # of a process that has ended: more than a pipe holds, and a bound for what it left behind
 _PARTIAL_S: Final = 1.0  # a line without an end is shown after so long
+_CLOSE_S: Final = 10.0
 _STUCK_S: Final = 1.0  # the report of a death waits so long for the output before it
 
 
@@ -82,7 +83,8 @@ class Forwarder:
         """
         self._prefix, self._tail_lines, self._directory = prefix, tail_lines, directory
         self._admission = Admission()
-        self._queue: deque[tuple[int, Callable[[bytearray, bytearray], None]]] = deque()  # (bytes, what to do)
+        self._queue: deque[tuple[int, int, Callable[[bytearray, bytearray], None]]] = deque()  # bytes, lines, action
+        self._unshown_lines = 0
         self._turn = threading.Condition()  # guards the queue and the admission
         self._commands: deque[Callable[[], None]] = deque()
         self._pipes: dict[int, _Pipe] = {}  # by descriptor; these and what follows are the reading thread's
@@ -146,9 +148,14 @@ class Forwarder:
 
     def flush(self, timeout_s: float) -> bool:
         """Show all that has been printed by now, partial lines too; False if there was not enough time."""
-        if not self._started:
-            return True
+        return self._flushing().wait(timeout_s)
+
+    def _flushing(self) -> threading.Event:
+        """Begin to show all that has been printed by now; the event comes with the last of it."""
         done = threading.Event()
+        if not self._started:
+            done.set()
+            return done
 
         def read() -> None:
             for pipe in list(self._pipes.values()):
@@ -160,13 +167,23 @@ class Forwarder:
             done.set()
 
         self._command(read)
-        return done.wait(timeout_s)
+        return done
 
-    def close(self, timeout_s: float) -> None:
-        """Show what is left, and end the threads."""
+    def close(self, patience_s: float) -> None:
+        """Show what is left, and end the threads. Waits while the output moves, `_CLOSE_S` at most, and `patience_s`
+        while it does not; then says how much was not shown."""
         if not self._started or self._closed:
             return
-        self.flush(timeout_s)
+        done = self._flushing()
+        began_s = time.monotonic()
+        while not done.wait(0.02):
+            now_s = time.monotonic()
+            with self._turn:
+                idle_s = now_s - max(began_s, self._admission.moved_s)
+            if idle_s >= patience_s or now_s - began_s >= _CLOSE_S:
+                lines = self._unshown_lines
+                _say(f"monarch: about {lines} lines of output were not shown: the driver's output is stuck\n")
+                break
         self._closed = True
         self._ring()
         with self._turn:
@@ -244,7 +261,8 @@ class Forwarder:
         if count:
             self._tell_withheld(pipe, count)
         if kept:
-            self._enqueue(len(kept), lambda out, err: self._show_data(pipe, kept, out, err))
+            lines = kept.count(b"\n")
+            self._enqueue(len(kept), lambda out, err: self._show_data(pipe, kept, out, err), lines)
         return len(data)
 
     def _read_all(self, pipe: _Pipe) -> None:
@@ -284,14 +302,15 @@ class Forwarder:
             text = f"[{count} lines withheld, because the driver's output is too slow for them]"
             self._take(pipe.source, Line(pipe.stream, pipe.source.origin, text.encode()), out, err)
 
-        self._enqueue(0, show)
+        self._enqueue(0, show, count)
 
     # ---- the showing thread
 
-    def _enqueue(self, size: int, action: Callable[[bytearray, bytearray], None]) -> None:
+    def _enqueue(self, size: int, action: Callable[[bytearray, bytearray], None], lines: int = 0) -> None:
         with self._turn:
             self._admission.queued(size, time.monotonic())
-            self._queue.append((size, action))
+            self._unshown_lines += lines
+            self._queue.append((size, lines, action))
             self._turn.notify()
 
     def _show(self) -> None:
@@ -304,7 +323,7 @@ class Forwarder:
                     self._turn.wait(min(left_s, 3600.0))
                 if self._closed and not self._queue:
                     return
-                size, action = self._queue.popleft() if self._queue else (0, _nothing)
+                size, lines, action = self._queue.popleft() if self._queue else (0, 0, _nothing)
             out, err = bytearray(), bytearray()
             try:
                 action(out, err)
@@ -316,6 +335,7 @@ class Forwarder:
             with self._turn:
                 waited = not self._admission.may_read(time.monotonic())
                 self._admission.shown(size, time.monotonic())
+                self._unshown_lines -= lines
             if waited:
                 self._ring()
 
@@ -419,6 +439,14 @@ def _once(then: Callable[[], None]) -> Callable[[], None]:
             due()
 
     return call
+
+
+def _say(text: str) -> None:
+    """To standard error, unless that is stuck as well."""
+    poll = select.poll()
+    poll.register(2, select.POLLOUT)
+    if any(event & select.POLLOUT for _, event in poll.poll(0)):
+        write(2, text.encode())
 
 
 def write(stream: int, data: bytes | bytearray) -> None:

@@ -199,6 +199,21 @@ def test_a_flood_while_the_output_is_stuck_is_withheld_and_counted(output, forwa
     assert lines + 1 <= len(whole) + sum(counts) <= lines + 1 + len(counts)
 
 
+def test_a_program_does_not_wait_for_stuck_output_at_its_end_and_says_how_much_is_lost(output, monkeypatch):
+    said = []
+    monkeypatch.setattr(forwarding, "_say", said.append)
+    forwarder = Forwarder()
+    source, fd = opened(forwarder)
+    output.moves.clear()
+    os.write(fd, b"line\n" * 1000)
+    finish(forwarder, source)
+    os.close(fd)
+    forwarder.close(0.1)
+    output.moves.set()
+
+    assert said == ["monarch: about 1000 lines of output were not shown: the driver's output is stuck\n"]
+
+
 class Talker(Actor):
     @endpoint
     def talk(self) -> None:

@@ -54,6 +54,7 @@ class _MarkedStream(io.TextIOWrapper):
     """A standard stream whose lines start with the mark of the actor that printed them."""
 
     _fresh = True  # the next character begins a line
+    _due = ""  # a claim that waits for the end of a line
 
     @classmethod
     def in_place_of(cls, stream: TextIO) -> _MarkedStream:
@@ -72,14 +73,18 @@ class _MarkedStream(io.TextIOWrapper):
             marked = (text[:-1] if ended else text).replace("\n", f"\n{mark}") + ("\n" if ended else "")
             if self._fresh:
                 marked = mark + marked
+        if ended and self._due:
+            marked, self._due = marked + self._due, ""
         self._fresh = ended
         super().write(marked)
         return len(text)
 
     def claim(self, origin: Origin) -> None:
-        super().write(origin.claim() if self._fresh else f"\n{origin.claim()}")
-        self._fresh = True
-        self.flush()
+        """At once, or when the line that somebody is writing has ended."""
+        if self._fresh:
+            super().write(origin.claim())
+        else:
+            self._due = origin.claim()
 
 
 _prefixing = False

@@ -23,6 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Final, TextIO
+from weakref import WeakSet
 
 from attrs import define, field
 
@@ -33,11 +34,9 @@ from monarch.mesh.lines import Admission, Aggregator, Intake, Line, LineReader, 
 log = get_logger("monarch.output")
 
 _READ_BYTES: Final = 1 << 16
-_DRAIN_BYTES: Final = (
-    4 << 20
-)  # of a process that has ended: more than a pipe holds, and a bound for what it left behind
+_DRAIN_BYTES: Final = 4 << 20  # of a process that has ended: more than a pipe holds, and a bound for its orphans
 _PARTIAL_S: Final = 1.0  # a line without an end is shown after so long
-_CLOSE_S: Final = 10.0
+_CLOSE_S: Final = 10.0  # the end of the program waits so long for output that still moves
 _STUCK_S: Final = 1.0  # the report of a death waits so long for the output before it
 
 
@@ -87,10 +86,12 @@ class Forwarder:
         self._unshown_lines = 0
         self._turn = threading.Condition()  # guards the queue and the admission
         self._commands: deque[Callable[[], None]] = deque()
-        self._pipes: dict[int, _Pipe] = {}  # by descriptor; these and what follows are the reading thread's
-        self._open: list[_Pipe] = []  # the showing thread's: those with a partial line
-        self._aggregators: list[Aggregator] = []  # the showing thread's
+        # Of the reading thread:
+        self._pipes: dict[int, _Pipe] = {}  # by descriptor
         self._overdue: deque[tuple[float, Callable[[], None]]] = deque()
+        # Of the showing thread:
+        self._open: list[_Pipe] = []  # those with a partial line
+        self._aggregators: WeakSet[Aggregator] = WeakSet()  # as long as a source has them
         self._lock = threading.Lock()  # over the bell, which wakes the reading thread
         self._bell: tuple[int, int] | None = None
         self._started = self._closed = False
@@ -138,9 +139,8 @@ class Forwarder:
         def change(out: bytearray, err: bytearray) -> None:
             for each in {id(s.aggregator): s.aggregator for s in sources if s.aggregator is not None}.values():
                 self._show_groups(each, out, err)
-            self._aggregators = [each for each in self._aggregators if any(each is not s.aggregator for s in sources)]
             if aggregator is not None:
-                self._aggregators.append(aggregator)
+                self._aggregators.add(aggregator)
             for source in sources:
                 source.shown, source.aggregator = show, aggregator
 
@@ -232,7 +232,10 @@ class Forwarder:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._bell[0], 4096)
             while self._commands:
-                self._commands.popleft()()
+                try:
+                    self._commands.popleft()()
+                except Exception:  # whoever waits for the ends of other processes shall hear of them
+                    log.exception("output.command_failed")
             for fd in ready:
                 if (pipe := self._pipes.get(fd)) is not None and self._read_some(pipe) is None:
                     self._forget(pipe)
@@ -323,11 +326,10 @@ class Forwarder:
                     self._turn.wait(min(left_s, 3600.0))
                 if self._closed and not self._queue:
                     return
-                size, lines, action = self._queue.popleft() if self._queue else (0, 0, _nothing)
+                size, lines, action = self._queue.popleft() if self._queue else (0, 0, self._show_due)
             out, err = bytearray(), bytearray()
             try:
                 action(out, err)
-                self._show_due(out, err)
                 write(1, out)
                 write(2, err)
             except Exception:
@@ -364,16 +366,19 @@ class Forwarder:
         if not source.shown:
             return
         if source.aggregator is not None:
-            source.aggregator.add(line, time.monotonic())
+            now_s = time.monotonic()
+            source.aggregator.add(line, now_s)
+            if source.aggregator.over(now_s):
+                self._show_groups(source.aggregator, out, err)
         else:
             (out if line.stream == 1 else err).extend(shown(line, prefix=self._prefix))
 
     def _show_due(self, out: bytearray, err: bytearray) -> None:
+        """What has waited long enough. Only while nothing is queued: the end of a line may be."""
         now_s = time.monotonic()
-        for pipe in [
-            p for p in self._open if p.partial_since_s is not None and now_s >= p.partial_since_s + _PARTIAL_S
-        ]:
-            self._show_partial(pipe, out, err)
+        for pipe in list(self._open):
+            if pipe.partial_since_s is not None and now_s >= pipe.partial_since_s + _PARTIAL_S:
+                self._show_partial(pipe, out, err)
         for aggregator in self._aggregators:
             if aggregator.over(now_s):
                 self._show_groups(aggregator, out, err)
@@ -422,10 +427,6 @@ def _flush_after_cells(forwarder: Forwarder) -> None:
     shell = ipython.get_ipython() if ipython is not None else None
     if shell is not None:
         shell.events.register("post_run_cell", lambda *_: forwarder.flush(_STUCK_S))
-
-
-def _nothing(out: bytearray, err: bytearray) -> None:
-    pass
 
 
 def _once(then: Callable[[], None]) -> Callable[[], None]:

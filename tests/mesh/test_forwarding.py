@@ -112,6 +112,19 @@ def test_flush_shows_partial_lines_and_merged_ones(output, forwarder):
         os.close(fd)
 
 
+def test_processes_that_are_configured_apart_keep_their_windows(output, forwarder):
+    """The others' window goes on, and ends in time."""
+    sources = [opened(forwarder, rank) for rank in range(2)]
+    forwarder.configure([source for source, _ in sources], show=True, window_s=0.05)
+    forwarder.configure([sources[0][0]], show=True, window_s=None)
+    for _, fd in sources:
+        os.write(fd, b"line\n")
+
+    output.wait_for(lambda text: "anon[0] line\n" in text and "anon[1] line\n" in text)
+    for _, fd in sources:
+        os.close(fd)
+
+
 def test_output_that_is_not_wanted_is_kept_for_the_report_of_a_death(output):
     forwarder = Forwarder(tail_lines=2)
     source, fd = opened(forwarder)

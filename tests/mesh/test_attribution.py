@@ -1,0 +1,73 @@
+"""Marks on the lines of a process: what its reader makes of them."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from monarch.mesh import attribution
+from monarch.mesh.attribution import _MarkedStream
+from monarch.mesh.lines import LineReader, Origin
+
+
+class Speaker:
+    """Stands for the actor whose code runs."""
+
+    def __init__(self, rank: int) -> None:
+        self.origin = Origin("actor", rank)
+
+
+@pytest.fixture
+def stream(monkeypatch):
+    """A marked stream, what it wrote, and a way to say who speaks."""
+    raw = io.BytesIO()
+    marked = _MarkedStream(raw, "utf-8", line_buffering=True)
+    now: list[Speaker | None] = [None]
+    monkeypatch.setattr(attribution, "running_actor", lambda: now[0])
+
+    def say(who: Speaker | None, *pieces: str) -> None:
+        now[0] = who
+        for piece in pieces:
+            assert marked.write(piece) == len(piece)
+
+    yield marked, raw, say
+    marked.close()
+
+
+def read(raw: io.BytesIO) -> list[tuple[str, str]]:
+    reader = LineReader(1, Origin("process", 0))
+    lines = reader.feed(raw.getvalue()) + reader.rest()
+    return [(f"{line.origin.name}[{line.origin.rank}]", line.text.decode()) for line in lines]
+
+
+def test_lines_are_whose_code_ran(stream):
+    _, raw, say = stream
+    say(Speaker(1), "one", "\n", "two\nthree\n")
+    say(None, "of nobody\n")
+    say(Speaker(2), "", "\n", "é\n")
+
+    assert read(raw) == [
+        ("actor[1]", "one"),
+        ("actor[1]", "two"),
+        ("actor[1]", "three"),
+        ("process[0]", "of nobody"),
+        ("actor[2]", ""),
+        ("actor[2]", "é"),
+    ]
+
+
+def test_a_claim_counts_for_later_lines_and_waits_for_the_end_of_one_that_is_being_written(stream):
+    marked, raw, say = stream
+    say(None, "before", "\n", "half")
+    marked.claim(Origin("only", 3))
+    say(None, " a line", "\n", "after\n")
+    marked.claim(Origin("process", 0))
+    say(None, "again\n")
+
+    assert read(raw) == [
+        ("process[0]", "before"),
+        ("process[0]", "half a line"),
+        ("only[3]", "after"),
+        ("process[0]", "again"),
+    ]

@@ -33,7 +33,7 @@ class Signal:
     The waiter calls `clear`, looks whether what it waits for is there, and only then waits.
     """
 
-    __slots__ = ("_lock", "is_set", "wake")
+    __slots__ = ("_lock", "is_set", "pumping", "wake")
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -41,11 +41,14 @@ class Signal:
         self.is_set = False
         self.wake: Callable[[], None] | None = None
         """How to wake the waiter while it sleeps on a descriptor and not on the lock."""
+        self.pumping = 0
+        """The thread that waits while it pumps: what it finds there itself need not wake it."""
 
     def notify(self) -> None:
         if not self.is_set:
             self.is_set = True
-            self.nudge()
+            if self.pumping != threading.get_ident():
+                self.nudge()
 
     def nudge(self) -> None:
         """Let the waiter look again, without setting the signal."""
@@ -76,7 +79,8 @@ class Driver(Protocol):
     """The side thread. It runs no code of the user's."""
 
     def start(self, pump: Callable[[float | None], None], wake: Callable[[], None], name: str) -> None:
-        """Begin. `pump(timeout_s)` takes in what arrives, once; `wake()` makes a running pump return."""
+        """Begin. `pump(timeout_s)` takes in what arrives, once, and does not wait behind that; `wake()` makes a running
+        pump return."""
         ...
 
     def wait(self, signal: Signal, timeout_s: float | None = None) -> bool:
@@ -184,7 +188,7 @@ class CallerDriver:
 
     def _lead_until(self, signal: Signal, deadline_s: float | None, held: Held | NothingHeld) -> None:
         signal.wake = self._wake
-        self._leader = threading.get_ident()
+        self._leader = signal.pumping = threading.get_ident()
         try:
             while not signal.is_set and not self._stopping and not held.noted:
                 left_s = None if deadline_s is None else deadline_s - time.monotonic()
@@ -195,7 +199,7 @@ class CallerDriver:
                 self._pump(left_s)
         finally:
             signal.wake = None
-            self._leader = 0
+            self._leader = signal.pumping = 0
 
     def _follow(self, signal: Signal, left_s: float | None, held: Held | NothingHeld) -> None:
         self._followers.append(signal)
@@ -215,10 +219,11 @@ class CallerDriver:
                     self._promote()
 
     def _promote(self) -> None:
-        try:
-            self._followers.popleft().nudge()
-        except IndexError:
-            pass
+        if self._followers:
+            try:
+                self._followers.popleft().nudge()
+            except IndexError:
+                pass  # it has just left
 
     def _side(self) -> None:
         """Lead whenever no waiting thread has led for a while; give way as soon as one waits.

@@ -209,7 +209,7 @@ class Future(Generic[R]):
         if self._thunk is not None:
             if on_main_thread():
                 # What the handler of an alarm raises is not the result. An interrupt is told by its kind, below.
-                with Held(numbers=ALL_BUT_INTERRUPT):
+                with Held(signals=ALL_BUT_INTERRUPT):
                     self._decode()
             else:
                 self._decode()

@@ -9,18 +9,35 @@ from __future__ import annotations
 
 # `signal` makes enums of what goes in and out of these, and takes 13 us where they take 1.3.
 import _signal  # type: ignore[import-not-found]
+import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, Final
 
-_HELD: Final = tuple(
-    int(getattr(signal, name))
-    for name in ("SIGINT", "SIGALRM", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGPROF", "SIGVTALRM")
-    if hasattr(signal, name)
-)
-ALL_BUT_INTERRUPT: Final = tuple(number for number in _HELD if number != signal.SIGINT)
+Handler = Callable[[int, FrameType | None], Any]
+
+
+class _Signals:
+    """Some signals, and those handlers of theirs that are Python's, as of the last look."""
+
+    def __init__(self, *names: str) -> None:
+        self._numbers = tuple(int(getattr(signal, name)) for name in names if hasattr(signal, name))
+        self._found: tuple[object, ...] = ()
+        self._handlers: dict[int, Handler] = {}
+
+    def handlers(self) -> dict[int, Handler]:
+        found = tuple(map(_signal.getsignal, self._numbers))
+        if found != self._found:
+            self._handlers = {n: handler for n, handler in zip(self._numbers, found, strict=True) if callable(handler)}
+            self._found = found
+        return self._handlers
+
+
+_OTHERS: Final = ("SIGALRM", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGPROF", "SIGVTALRM")
+ALL: Final = _Signals("SIGINT", *_OTHERS)
+ALL_BUT_INTERRUPT: Final = _Signals(*_OTHERS)
 
 
 class Held:
@@ -30,12 +47,12 @@ class Held:
         noted: whether a signal came. `nudge` was called then, to end a wait.
     """
 
-    __slots__ = ("_handlers", "_nudge", "_numbers", "_pending", "noted")
+    __slots__ = ("_handlers", "_nudge", "_pending", "_signals", "noted")
 
-    def __init__(self, nudge: Callable[[], None] = lambda: None, numbers: Sequence[int] = _HELD) -> None:
+    def __init__(self, nudge: Callable[[], None] = lambda: None, signals: _Signals = ALL) -> None:
         self._nudge = nudge
-        self._numbers = numbers
-        self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
+        self._signals = signals
+        self._handlers: dict[int, Handler] = {}
         self._pending: list[tuple[int, FrameType | None]] = []
         self.noted = False
 
@@ -45,8 +62,7 @@ class Held:
         self._nudge()
 
     def __enter__(self) -> Held:
-        found = {number: _signal.getsignal(number) for number in self._numbers}
-        self._handlers = {number: handler for number, handler in found.items() if callable(handler)}
+        self._handlers = self._signals.handlers()
         try:
             for number in self._handlers:
                 _signal.signal(number, self._note)
@@ -87,5 +103,16 @@ class NothingHeld:
 NOTHING_HELD: Final = NothingHeld()
 
 
+_main_thread = threading.main_thread().ident
+
+
+def _in_forked_child() -> None:
+    global _main_thread
+    _main_thread = threading.get_ident()
+
+
+os.register_at_fork(after_in_child=_in_forked_child)
+
+
 def on_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
+    return threading.get_ident() == _main_thread

@@ -117,7 +117,8 @@ class FrameDecoder:
     """The start of something that is not whole yet."""
     _sizes: tuple[int, ...] = field(default=(), init=False)  # of the frame that has begun
     _parts: Frame | None = field(default=None, init=False)  # its parts so far; None between frames
-    _filling: memoryview | None = field(default=None, init=False)  # the big part on its way
+    filling: memoryview | None = field(default=None, init=False)
+    """The big part on its way."""
     _filled_bytes: int = field(default=0, init=False)
 
     @property
@@ -126,15 +127,15 @@ class FrameDecoder:
 
     def get_buffer(self) -> memoryview | None:
         """Where the next bytes belong, or None if they are to be fed. What was written there is told to `advance`."""
-        return None if self._filling is None else self._filling[self._filled_bytes :]
+        return None if self.filling is None else self.filling[self._filled_bytes :]
 
     def advance(self, size_bytes: int) -> list[Frame]:
         """`size_bytes` were written to the start of `get_buffer()`. Returns the frames this completes: none or one."""
-        assert self._filling is not None
+        assert self.filling is not None
         self._filled_bytes += size_bytes
-        if self._filled_bytes < len(self._filling):
+        if self._filled_bytes < len(self.filling):
             return []
-        self._filling = None
+        self.filling = None
         frames: list[Frame] = []
         self._decode(b"", 0, frames)
         return frames
@@ -148,14 +149,14 @@ class FrameDecoder:
         """
         pos = 0
         frames: list[Frame] = []
-        filling = self._filling
+        filling = self.filling
         if filling is not None:
             pos = min(len(data), len(filling) - self._filled_bytes)
             filling[self._filled_bytes : self._filled_bytes + pos] = data[:pos]
             self._filled_bytes += pos
             if self._filled_bytes < len(filling):
                 return frames
-            self._filling = None
+            self.filling = None
         elif self.pending:
             data = self.pending + data
             self.pending = b""
@@ -200,7 +201,7 @@ class FrameDecoder:
                     continue
                 self._sizes, self._parts, pos = sizes, [], body
             pos = self._decode_parts(data, pos)
-            if len(self._parts) < len(self._sizes) or self._filling is not None:
+            if len(self._parts) < len(self._sizes) or self.filling is not None:
                 break
             frames.append(self._parts)
             self._parts = None
@@ -235,7 +236,7 @@ class FrameDecoder:
             self._parts.append(part)
             pos += here
             if here < size:
-                self._filling, self._filled_bytes = part_view, here
+                self.filling, self._filled_bytes = part_view, here
                 break
         return pos
 

@@ -31,8 +31,9 @@ from monarch.transports.stream import StreamLink
 
 _DESCRIPTION: Final = Struct("<IIQII")  # segment, mark, offset, kind of loan, 0
 _FOR_GOOD, _TO_COPY = range(2)
-_MOST_FDS: Final = 64  # in one call; the kernel takes 253
+_MOST_FDS: Final = 253  # in one call, as many as the kernel takes; a pool has fewer segments
 _FD: Final = array.array("i").itemsize
+_FD_SPACE: Final = socket.CMSG_SPACE(_MOST_FDS * _FD)
 _LIMIT_BYTES: Final = 8 << 30
 
 assert _DESCRIPTION.size == DESCRIPTION_BYTES
@@ -48,6 +49,9 @@ class FdSocket(socket.socket):
         self.arrived: deque[int] = deque()
         """Owned."""
 
+    def send(self, data: Any, flags: int = 0) -> int:
+        return self.sendmsg((data,)) if self.departing else super().send(data)
+
     def sendmsg(self, buffers: Any, *ancillary: Any) -> int:
         if not self.departing:
             return super().sendmsg(buffers)
@@ -58,13 +62,13 @@ class FdSocket(socket.socket):
         return sent
 
     def recv(self, size: int, flags: int = 0) -> bytes:
-        data, ancillary, _, _ = self.recvmsg(size, socket.CMSG_SPACE(_MOST_FDS * _FD), socket.MSG_CMSG_CLOEXEC)
+        data, ancillary, _, _ = self.recvmsg(size, _FD_SPACE, socket.MSG_CMSG_CLOEXEC)
         if ancillary:
             self._keep(ancillary)
         return data
 
     def recv_into(self, buffer: Any, size: int = 0, flags: int = 0) -> int:
-        got, ancillary, _, _ = self.recvmsg_into([buffer], socket.CMSG_SPACE(_MOST_FDS * _FD), socket.MSG_CMSG_CLOEXEC)
+        got, ancillary, _, _ = self.recvmsg_into([buffer], _FD_SPACE, socket.MSG_CMSG_CLOEXEC)
         if ancillary:
             self._keep(ancillary)
         return got

@@ -126,10 +126,25 @@ class StreamLink:
                 taken += 1
             if taken:
                 buffers = self._encode(frames if taken == len(frames) else frames[:taken])
+                if len(buffers) == 1 and not self._out and self._sent_at_once(buffers[0]):
+                    return taken
                 self._out += buffers
                 self._out_bytes += sum(map(len, buffers))
             self._flush()
             return taken
+
+    def _sent_at_once(self, buffer: Buffer) -> bool:
+        """The common case: a small frame, and room for it. False when some of it is left, which is queued."""
+        try:
+            sent = self._sock.send(buffer)
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError as error:
+            raise self._broken(error) from error
+        if sent < len(buffer):
+            self._out.append(memoryview(buffer)[sent:])
+            self._out_bytes = len(buffer) - sent
+        return True
 
     def flush_nowait(self) -> bool:
         with self._send_lock:
@@ -147,10 +162,13 @@ class StreamLink:
         except (BlockingIOError, InterruptedError):
             pass
         except OSError as error:
-            # What the peer sent before it died is still to be read, and `recv_nowait` finds out how it ended.
-            self._drop_output()
-            raise severed(self.peer, error) from error
+            raise self._broken(error) from error
         return not self._out
+
+    def _broken(self, error: OSError) -> LinkSevered:
+        # What the peer sent before it died is still to be read, and `recv_nowait` finds out how it ended.
+        self._drop_output()
+        return severed(self.peer, error)
 
     def _drop_output(self) -> None:
         self._out.clear()
@@ -165,7 +183,7 @@ class StreamLink:
         turn = 0
         try:
             while turn < TURN_BYTES:
-                view = decoder.get_buffer()
+                view = decoder.get_buffer() if decoder.filling is not None else None
                 if view is None:
                     data = self._sock.recv(RECV_BYTES)
                     count = len(data)
@@ -176,7 +194,7 @@ class StreamLink:
                         raise decoder.broken
                     if decoder.goodbye:
                         raise LinkClosed(f"{self.peer} closed the link")
-                    if count < RECV_BYTES and decoder.get_buffer() is None:
+                    if count < RECV_BYTES and decoder.filling is None:
                         break  # a short read emptied the socket
                 else:
                     count = self._sock.recv_into(view)

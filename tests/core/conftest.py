@@ -31,4 +31,8 @@ def _net(scheme: str, driver: str) -> Iterator[Net]:
     net = Net(scheme, driver)
     yield net
     net.close()
-    until(lambda: not [t for t in set(threading.enumerate()) - before if t.name.startswith("monarch")], 5.0)
+    until(lambda: not [t for t in set(threading.enumerate()) - before if _is_of_a_proc(t)], 5.0)
+
+
+def _is_of_a_proc(thread: threading.Thread) -> bool:
+    return thread.name.startswith("monarch") and thread.name != "monarch-shm"  # which is the whole process's

@@ -75,6 +75,9 @@ class Signal:
 
 
 class Driver(Protocol):
+    leads_aside: bool
+    """Whether a thread pumps now that waits for nothing itself, beside others that may be sending."""
+
     thread: threading.Thread
     """The side thread. It runs no code of the user's."""
 
@@ -104,6 +107,8 @@ def _sleep_until_set(signal: Signal, timeout_s: float | None) -> bool:
 
 class ThreadDriver:
     """A side thread pumps, always."""
+
+    leads_aside = False  # those who wait have nobody else
 
     def __init__(self) -> None:
         self._stopping = False
@@ -137,7 +142,7 @@ class CallerDriver:
         self._followers: deque[Signal] = deque()
         self._led_at_s = 0.0  # when a waiting thread led last
         self._leads = 0  # how often one began to
-        self._side_leads = False
+        self.leads_aside = False
         self._side_rests = False  # the side thread sleeps until the leader leaves
         self._side_signal = Signal()
 
@@ -206,7 +211,7 @@ class CallerDriver:
         try:
             if not self._lead.locked():
                 return  # the leader left before it could see this follower
-            if self._side_leads:
+            if self.leads_aside:
                 self._wake()
             if not signal.is_set and not held.noted:
                 signal.sleep(left_s)
@@ -237,12 +242,12 @@ class CallerDriver:
             if idle_s < _TAKE_OVER_S:
                 self._side_signal.sleep(_TAKE_OVER_S - idle_s)
             elif self._lead.acquire(blocking=False):
-                self._side_leads = True
+                self.leads_aside = True
                 try:
                     while not self._followers and not self._stopping:
                         self._pump(None)
                 finally:
-                    self._side_leads = False
+                    self.leads_aside = False
                     self._led_at_s = time.monotonic()
                     self._lead.release()
                     self._promote()

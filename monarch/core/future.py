@@ -207,7 +207,7 @@ class Future(Generic[R]):
     def _resolve(self) -> R:
         """The value, or raises the exception. Runs the thunk once, in the first thread that looks."""
         if self._thunk is not None:
-            if on_main_thread():
+            if on_main_thread() and ALL_BUT_INTERRUPT.handlers():
                 # What the handler of an alarm raises is not the result. An interrupt is told by its kind, below.
                 with Held(signals=ALL_BUT_INTERRUPT):
                     self._decode()

@@ -42,6 +42,7 @@ log = get_logger("monarch.gateway")
 _GOODBYE_LIMIT_S: Final = 1.0
 _GOODBYE_LEAST_S: Final = 0.05
 _LAST_WORDS_LIMIT_S: Final = 0.25
+_LINGER_S: Final = 0.001  # a side thread leaves the outboxes to those who fill them for so long; epoll counts in ms
 _GONE_KEPT: Final = 256
 
 
@@ -94,6 +95,7 @@ class Gateway:
         self._newcomers: dict[Link, Refused] = {}  # those whose hello is awaited, and who hears of a refusal
         self._owing_acks: set[Peer] = set()
         self._corked: deque[Peer] = deque()  # those whose outbox the next pump looks at
+        self._linger_until_s = 0.0
         self.call_later = self._poller.call_later
         self._dialer = Dialer(
             transport,
@@ -175,8 +177,16 @@ class Gateway:
 
     def pump(self, timeout_s: float | None) -> None:
         """Take in what has arrived and do what is due; waits up to `timeout_s` when there is nothing."""
+        if self._corked:
+            if self.driver.leads_aside and time.monotonic() < self._linger_until_s:
+                timeout_s = _LINGER_S if timeout_s is None else min(timeout_s, _LINGER_S)
+            else:
+                timeout_s = 0.0  # what comes of it may be what the caller waits for
+                self._uncork()
+        self._poller.poll(timeout_s)
+
+    def _uncork(self) -> None:
         while self._corked:
-            timeout_s = 0.0  # what comes of it may be what the caller waits for
             peer = self._corked.popleft()
             link = peer.link
             if link is not None and peer.torn:
@@ -184,7 +194,6 @@ class Gateway:
                 self._lost(peer, link, RuntimeError("sending was interrupted"))
             elif link is not None:
                 self._on_link(peer, link, WRITABLE)
-        self._poller.poll(timeout_s)
 
     def add_pollable(self, fd: int, action: Callable[[], None]) -> None:
         """Run `action` on the driving thread whenever `fd` is readable."""
@@ -194,6 +203,8 @@ class Gateway:
         self._poller.unregister(fd)
 
     def _cork(self, peer: Peer) -> None:
+        if not self._corked:
+            self._linger_until_s = time.monotonic() + _LINGER_S
         self._corked.append(peer)
         self._poller.wake()
 
@@ -263,7 +274,8 @@ class Gateway:
         if not frames:
             return
         now_s = time.monotonic()
-        peer.burst = 0
+        if not self.driver.leads_aside:
+            peer.burst = 0
         session = peer.session
         received = session.received
         try:

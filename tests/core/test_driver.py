@@ -246,11 +246,11 @@ def test_the_side_thread_takes_over_while_every_waiter_is_in_user_code(caller: C
 
 
 def test_the_side_thread_gives_way_to_one_that_waits(caller: CallerDriver, links: Links) -> None:
-    _until(lambda: caller._side_leads)
+    _until(lambda: caller.leads_aside)
     signal = Signal()
     waiter = _start(lambda: caller.wait(signal, _LIMIT_S) and None)
     _until(lambda: signal.wake is not None)
-    assert not caller._side_leads
+    assert not caller.leads_aside
     links.post(signal.notify)
     _join(waiter)
 
@@ -277,7 +277,7 @@ def test_an_idle_process_makes_no_periodic_wake_ups(caller: CallerDriver, links:
         _until(lambda: signal.wake is not None)
         _until(lambda: caller._side_rests)
     else:
-        _until(lambda: caller._side_leads and links.pumping == 1)
+        _until(lambda: caller.leads_aside and links.pumping == 1)
     before = (links.pumps, naps)
     threading.Event().wait(0.5)
 
@@ -338,7 +338,7 @@ def test_stop_by_the_leader_does_not_wait_for_itself(caller: CallerDriver, links
 
 def test_an_exception_in_a_wait_does_not_keep_the_lead(caller: CallerDriver, links: Links) -> None:
     """A KeyboardInterrupt, say, in the thread that leads."""
-    _until(lambda: caller._side_leads)
+    _until(lambda: caller.leads_aside)
     with pytest.raises(KeyboardInterrupt):
         for _ in range(1000):  # until the action runs in this thread and not in the side thread
             signal = Signal()

@@ -132,12 +132,11 @@ class Wait:
         """Send a probe on, or close the cycle, if the endpoint waits."""
         served = self._served
         closes = probe.origin == served.key
-        if closes:
-            # The endpoint that made the call may be through, and have left the future to the one that runs now.
-            waiting = [each.task for each in served.instance.serving if each.exclusive]
-        else:
-            waiting = [served.task] if served.going_on else []
-        if not waiting or not (self._blocked or any(_depends(own, task) for own in waiting for task in self._tasks)):
+        # Where the cycle closes, the endpoint that made the call may be through, and have left the future to another.
+        waiting = [each for each in served.instance.serving if (each.exclusive if closes else each is served)]
+        if not waiting:
+            return False
+        if not self._blocked and not any(_depends(each.task, task) for each in waiting for task in self._tasks):
             return False
         if closes:
             refuse(served.instance, probe)

@@ -76,9 +76,10 @@ class Mailbox:
 
     def withdraw(self, call: CallKey) -> Envelope | None:
         """Take a call out of the queue; None when it is not there (any more). From any thread."""
+        proc, port = call
         with self._lock:
             for each in list(self._calls):
-                if each.call == call:
+                if each.reply_port == port and each.src_proc == proc:
                     try:
                         self._calls.remove(each)
                     except ValueError:  # the actor was quicker

@@ -160,3 +160,32 @@ def test_a_message_that_comes_again_is_dropped() -> None:
     mailbox.put(_message(1, seq=0))
     mailbox.put(_message(1, seq=0))
     assert len(mailbox) == 1 and not mailbox._waiting
+
+
+def _call(seq: int, port: int) -> Envelope:
+    return Envelope(Kind.CALL, 1, 2, 0, 5, 0, [], Flag.SEQUENCED, seq=seq, reply_port=port)
+
+
+def test_a_call_that_is_withdrawn_leaves_the_others_in_order() -> None:
+    mailbox = Mailbox(Signal())
+    calls = [_call(seq, 100 + seq) for seq in range(4)]
+    for each in calls[:3]:
+        mailbox.put(each)
+
+    assert [mailbox.place((5, port)) for port in (100, 101, 102, 103)] == [0, 1, 2, None]
+    assert mailbox.withdraw((5, 101)) is calls[1] and mailbox.withdraw((5, 101)) is None
+    assert mailbox.withdraw((6, 102)) is None  # of another process
+    mailbox.put(calls[3])
+    assert _take_all(mailbox) == [calls[0], calls[2], calls[3]] and mailbox.withdraw((5, 100)) is None
+
+
+def test_the_number_of_one_that_is_withdrawn_too_early_still_counts() -> None:
+    mailbox = Mailbox(Signal())
+    calls = [_call(seq, 100 + seq) for seq in range(3)]
+    mailbox.put(calls[1])
+    mailbox.put(calls[2])
+
+    assert mailbox.withdraw((5, 101)) is calls[1] and mailbox.withdraw((5, 101)) is None
+    mailbox.put(calls[0])
+
+    assert _take_all(mailbox) == [calls[0], calls[2]] and mailbox.drain() == []

@@ -700,7 +700,7 @@ def test_a_driver_killed_while_the_template_loads_leaves_nothing(
         f"import launched_code, os, time\nlaunched_code.say({events.path!r}, str(os.getpid()))\n"
         "while True: time.sleep(0.01)\n"
     )
-    first = 'Launcher(preload=["slow_module"]).warm()'
+    first = 'launcher = Launcher(preload=["slow_module"]); launcher.warm()'
     program = GRANDCHILDREN.format(fifo=events.path).encode()
     later = f"""
 launcher = Launcher()

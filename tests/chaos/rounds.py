@@ -30,8 +30,8 @@ import monarch.actor
 from monarch.actor import Actor, ActorError, Channel, Port, SupervisionError, context, current_rank, endpoint, this_host
 from monarch.mesh.client import RootClient
 from monarch.testing import Recorder, wait_until_gone
+from tests.chaos.drivers import LIMIT_S
 
-LIMIT_S: Final = 5.0
 SIZES: Final = (0, 100, 70_000, 3 << 20)
 
 

@@ -91,6 +91,21 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--pid", type=_positive, help="only the program whose driver has this process id")
         command.add_argument("--json", action="store_true", help="print a list of programs for other programs to read")
 
+    rdma = commands.add_parser(
+        "rdma",
+        help="say which way one-sided transfers can go on this machine",
+        description="About one-sided transfers between actors (monarch.rdma).",
+    )
+    rdma_commands = rdma.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    check = rdma_commands.add_parser(
+        "check",
+        help="list devices, ports, GIDs and limits, try them, and say what is wrong",
+        description="List the RDMA devices of this machine with their ports and GIDs, and the limits that matter; run "
+        "a transfer through the best one, and say in words what is wrong. Status 0 when a device works.",
+    )
+    check.add_argument("--target", default="", help="the device to try: nic:DEVICE, nic:DEVICE/PORT[/GID]")
+    check.set_defaults(run=_rdma_check)
+
     for name, purpose in _PLANNED.items():
         planned = commands.add_parser(name, help=f"planned: {purpose}", add_help=False)
         planned.set_defaults(run=_planned, command=name)
@@ -124,6 +139,16 @@ def _demo(args: argparse.Namespace) -> int:
     search = import_module("monarch.examples.search")
     search.main(procs=args.procs, queries=args.query, limit_files=args.limit_files)
     return 0
+
+
+def _rdma_check(args: argparse.Namespace) -> int:
+    settings = import_module("monarch.core.settings")
+    target = args.target or settings.get("rdma_ibverbs_target")
+    import_module("monarch.verbs.node").prefer(target)
+    report = import_module("monarch.onesided.check").Report()
+    for line in report.lines():
+        print(line, flush=True)
+    return 0 if report.works else 1
 
 
 def _debug(args: argparse.Namespace) -> int:

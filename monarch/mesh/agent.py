@@ -33,6 +33,7 @@ from monarch.mesh.inspector import ACTOR_THREAD, Respondent
 from monarch.mesh.ownership import Books
 from monarch.mesh.shape import Point
 from monarch.transports.base import Transport
+from monarch.verbs.node import prefer as prefer_device
 
 if TYPE_CHECKING:
     from monarch.mesh.proc_mesh import ProcMesh
@@ -81,6 +82,10 @@ class MeshProc(Proc):
         super().__init__(proc_id, transport, secret, driver=settings.get("link_driver"), limits=limits_from_settings())
         if transport.memory is not None:
             transport.memory.limit_bytes = settings.get("shared_memory_bytes")
+        prefer_device(
+            settings.get("rdma_ibverbs_target"),
+            "rdma_disable_ibverbs is set" if settings.get("rdma_disable_ibverbs") else "",
+        )
         self.cleanup_timeout_s = settings.get("cleanup_timeout")
         self.release_timeout_s = settings.get("process_exit_timeout")
         self.unborn_limit_s = settings.get("actor_spawn_max_idle")

@@ -267,7 +267,7 @@ def make() -> Context:
 
 
 def _any_address(scheme: str) -> str:
-    return {"tcp": "tcp://127.0.0.1:0", "ipc": "ipc://", "shm": "shm://", "inproc": "inproc://"}[scheme]
+    return f"{scheme}://127.0.0.1:0" if scheme in ("tcp", "ibverbs") else f"{scheme}://"
 
 
 def shutdown_context() -> Future[None]:

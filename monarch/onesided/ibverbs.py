@@ -41,17 +41,10 @@ _PASSIVE_DEPTH: Final = 16
 def why_not() -> str | None:
     """Why this process cannot use an RDMA device; None where it can."""
     try:
-        own_node()
+        node()
     except NotViable as error:
         return str(error)
     return None
-
-
-def own_node() -> Node:
-    """This process on its device, as the settings say. Raises: NotViable, with the reason."""
-    if settings.get("rdma_disable_ibverbs"):
-        raise NotViable("rdma_disable_ibverbs is set")
-    return node(settings.get("rdma_ibverbs_target"))
 
 
 class Verbs:
@@ -220,7 +213,7 @@ class Passive:
 
     def _connect(self, envelope: Envelope, number: int, epoch: int, peer: tuple[Any, ...]) -> tuple[Any, Any]:
         key = envelope.src_proc
-        wire = own_node().wire(_PASSIVE_DEPTH)
+        wire = node().wire(_PASSIVE_DEPTH)
         try:
             wire.connect(Peer(*peer))
         except BaseException:
@@ -246,7 +239,7 @@ class Passive:
     def _register(self, export: Export) -> Region:
         if export.local.device != "cpu":
             raise TransferError(f"the buffer is on {export.local.device}, which this binding cannot register")
-        device = own_node().device
+        device = node().device
         region = register(device, export.local.address, export.local.size_bytes)
         export.on_withdraw.append(lambda: self._deregister(export.number))
         return region

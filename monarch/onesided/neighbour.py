@@ -12,6 +12,7 @@ Memory of the file of exports is mapped and copied here. Any other memory is cop
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import os
 import select
@@ -114,11 +115,11 @@ class Neighbour:
         return mapping
 
     def read(self, target: int, source: int, size_bytes: int) -> None:
-        """Copy from an address of that process to one of this. Raises: TransferError."""
+        """Copy from an address of that process to one of this. Raises: TransferError, NeighbourGone."""
         self._copy(libc().process_vm_readv, target, source, size_bytes)
 
     def write(self, target: int, source: int, size_bytes: int) -> None:
-        """Copy from an address of this process to one of that. Raises: TransferError."""
+        """Copy from an address of this process to one of that. Raises: TransferError, NeighbourGone."""
         self._copy(libc().process_vm_writev, source, target, size_bytes)
 
     def _copy(self, call: Any, here: int, there: int, size_bytes: int) -> None:
@@ -126,6 +127,8 @@ class Neighbour:
         while done < size_bytes:
             mine, its = _Iovec(here + done, size_bytes - done), _Iovec(there + done, size_bytes - done)
             count = call(self._place.pid, ctypes.byref(mine), 1, ctypes.byref(its), 1, 0)
+            if count < 0 and ctypes.get_errno() == errno.ESRCH:  # known before its pidfd says so
+                raise NeighbourGone(f"process {self._place.pid} has ended")
             if count <= 0:
                 text = os.strerror(ctypes.get_errno()) if count else "it did not copy anything"
                 raise TransferError(f"the kernel does not copy memory of process {self._place.pid}: {text}")

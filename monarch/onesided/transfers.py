@@ -27,11 +27,12 @@ from monarch.onesided.chunks import Chunks, owner_gone
 from monarch.onesided.exports import exports
 from monarch.onesided.here import Here
 from monarch.onesided.host import host_id
-from monarch.onesided.ibverbs import Passive, Verbs, own_node
+from monarch.onesided.ibverbs import Passive, Verbs
 from monarch.onesided.local import Local, local, on_host, to_device, view_of
 from monarch.onesided.neighbour import Neighbour, NeighbourGone
 from monarch.onesided.path import NotReachable, Path, Remote
 from monarch.onesided.shared import Shared
+from monarch.verbs.node import node
 
 log = get_logger("monarch.rdma")
 
@@ -125,6 +126,7 @@ class Transfers:
         self.runtime = runtime
         self._paths: dict[tuple[int, bool, str], Path] = {}
         self._neighbours: dict[bytes, Neighbour | NotReachable] = {}
+        self._choosing = threading.Lock()
         self._lock = threading.Lock()
         self._workers = _Workers()
         runtime.on_proc_gone.append(self._forget)
@@ -139,9 +141,11 @@ class Transfers:
         key = remote.owner.proc.key, remote.in_file is not None, wanted
         path = self._paths.get(key)
         if path is None:
-            path = self._choose(remote, wanted)
-            log.info("rdma.path", owner=str(remote.owner), path=path.name, reason=path.reason)
-            self._paths[key] = path
+            with self._choosing:  # two connections to one process would replace each other
+                path = self._paths.get(key)
+                if path is None:
+                    path = self._paths[key] = self._choose(remote, wanted)
+                    log.info("rdma.path", owner=str(remote.owner), path=path.name, reason=path.reason)
         return path
 
     def _choose(self, remote: Remote, wanted: str) -> Path:
@@ -191,9 +195,12 @@ class Transfers:
 
     def _verbs(self, remote: Remote, because: str) -> Path:
         try:
-            device = own_node()
+            device = node()
         except NotViable as error:
             raise NotReachable(str(error)) from None
+        for (owner, _, _), path in self._paths.items():
+            if owner == remote.owner.proc.key and isinstance(path, Verbs):
+                return path
         return Verbs(Chunks(self.runtime, ""), device, remote, because)
 
     def _chunks(self, remote: Remote, because: str) -> Path:

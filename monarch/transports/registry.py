@@ -17,16 +17,13 @@ _MODULES: Final = {
     "ipc": "monarch.transports.ipc",
     "shm": "monarch.transports.shm",
     "tcp": "monarch.transports.tcp",
-}
-
-_PLANNED: Final = {
-    "ibverbs": "RDMA through libibverbs is planned and not part of this release; use tcp or auto",
+    "ibverbs": "monarch.transports.ibverbs",
 }
 
 _PREFERRED: Final = ("shm", "ipc", "tcp")
 """What `auto` tries, fastest first."""
 
-CHOICES: Final = ("auto", *_MODULES, *_PLANNED)
+CHOICES: Final = ("auto", *_MODULES)
 """The values of `MONARCH_TRANSPORT`."""
 
 _cache: dict[str, Transport] = {}
@@ -44,13 +41,10 @@ def get(scheme: str) -> Transport:
     """The transport of a scheme: always the same object.
 
     Raises:
-        NotViable: it is planned.
         ValueError: there is no such scheme.
     """
     transport = _cache.get(scheme)
     if transport is None:
-        if scheme in _PLANNED:
-            raise NotViable(f"transport {scheme!r}: {_PLANNED[scheme]}")
         if scheme not in _MODULES:
             raise ValueError(f"unknown transport {scheme!r}, expected one of {', '.join(_MODULES)}")
         transport = _cache.setdefault(scheme, cast(Transport, import_module(_MODULES[scheme]).TRANSPORT))

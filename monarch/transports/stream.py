@@ -92,6 +92,7 @@ class StreamLink:
     peer: str
     _decoder: FrameDecoder = field(factory=FrameDecoder)
     _encode: Callable[[Sequence[Sequence[Buffer]]], list[Buffer]] = encode_joined
+    _room_event: int = select.POLLOUT  # how the descriptor says that there is room again
     _out: deque[Buffer] = field(factory=deque, init=False)
     _out_bytes: int = field(default=0, init=False)
     _end: TransportError | ProtocolError | None = field(default=None, init=False)
@@ -251,7 +252,7 @@ class StreamLink:
             ended = False
             while not (sent := self._finish_sending()) or not (answering or ended):
                 poll = select.poll()
-                poll.register(self._sock, (0 if answering else select.POLLIN) | (0 if sent else select.POLLOUT))
+                poll.register(self._sock, (0 if answering else select.POLLIN) | (0 if sent else self._room_event))
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0 or not poll.poll(left_s * 1e3):
                     break

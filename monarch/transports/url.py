@@ -5,6 +5,7 @@ tcp://host:port         IPv6 hosts in brackets; port 0 asks a listener to pick o
 ipc:///path/to/socket   a unix socket in the file system
 ipc://@name             a unix socket in Linux' abstract namespace; `ipc://` lets the listener pick a name
 shm:///path shm://@name as ipc: the socket that shared memory is agreed on over
+ibverbs://host:port     as tcp: where the two sides tell each other their queue pairs
 inproc://name           inside this process; `inproc://` lets the listener pick a name
 ADVERTISE@BIND          two URLs: peers dial the first, the listener binds the second (behind a NAT, in a container)
 ```
@@ -19,8 +20,9 @@ from attrs import define
 
 from monarch.errors import NotViable
 
-SCHEMES = ("inproc", "ipc", "shm", "tcp")
+SCHEMES = ("inproc", "ipc", "shm", "tcp", "ibverbs")
 _UNIX = ("ipc", "shm")
+_HOST_PORT = ("tcp", "ibverbs")
 
 _ALIAS = re.compile(r"@(?=[a-z][a-z0-9+-]*://)")
 _SCHEME = re.compile(r"([a-z][a-z0-9+-]*)://(.*)", re.DOTALL)
@@ -28,7 +30,7 @@ _SCHEME = re.compile(r"([a-z][a-z0-9+-]*)://(.*)", re.DOTALL)
 
 @define(frozen=True)
 class Url:
-    """One parsed address. `host` and `port` are set for tcp, `name` for the others."""
+    """One parsed address. `host` and `port` are set for tcp and ibverbs, `name` for the others."""
 
     scheme: str
     host: str = ""
@@ -48,9 +50,9 @@ class Url:
         return self.scheme in _UNIX and self.name.startswith("@")
 
     def __str__(self) -> str:
-        if self.scheme == "tcp":
+        if self.scheme in _HOST_PORT:
             host = f"[{self.host}]" if ":" in self.host else self.host
-            text = f"tcp://{host}:{self.port}"
+            text = f"{self.scheme}://{host}:{self.port}"
         else:
             text = f"{self.scheme}://{self.name}"
         return text if self.bind is None else f"{text}@{self.bind}"
@@ -78,7 +80,7 @@ def parse(text: str, scheme: str | None = None) -> Url:
 def stays_on_host(text: str) -> bool:
     """Whether a connection to that address cannot leave this host, where the kernel knows who is gone."""
     url = parse(text)
-    if url.scheme != "tcp":
+    if url.scheme not in _HOST_PORT:
         return True
     try:
         return ipaddress.ip_address(url.host).is_loopback
@@ -96,8 +98,8 @@ def _parse_one(text: str, whole: str) -> Url:
             f"{whole!r}: {scheme} needs certificates that only Meta's own machines have; use tcp://host:port, where "
             "every connection proves knowledge of the job's secret"
         )
-    if scheme == "tcp":
-        return _parse_tcp(rest, whole)
+    if scheme in _HOST_PORT:
+        return _parse_host_port(scheme, rest, whole)
     if scheme in _UNIX:
         if rest and not rest.startswith(("/", "@")):
             raise ValueError(f"{whole!r}: after {scheme}:// comes an absolute path ({scheme}:///tmp/x) or @name")
@@ -111,17 +113,17 @@ def _parse_one(text: str, whole: str) -> Url:
     raise ValueError(f"{whole!r}: unknown scheme {scheme!r}, expected one of {', '.join(SCHEMES)}")
 
 
-def _parse_tcp(rest: str, whole: str) -> Url:
+def _parse_host_port(scheme: str, rest: str, whole: str) -> Url:
     host, colon, port_text = rest.rpartition(":")
     if not colon or not port_text.isascii() or not port_text.isdigit():
-        raise ValueError(f"{whole!r}: expected tcp://HOST:PORT with a decimal port")
+        raise ValueError(f"{whole!r}: expected {scheme}://HOST:PORT with a decimal port")
     port = int(port_text)
     if port > 65535:
         raise ValueError(f"{whole!r}: port {port} is above 65535")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     elif ":" in host:
-        raise ValueError(f"{whole!r}: an IPv6 host goes in brackets, as in tcp://[::1]:80")
+        raise ValueError(f"{whole!r}: an IPv6 host goes in brackets, as in {scheme}://[::1]:80")
     if not host or any(c.isspace() or c in "/[]" for c in host):
         raise ValueError(f"{whole!r}: {host!r} is no host name")
-    return Url("tcp", host, port)
+    return Url(scheme, host, port)

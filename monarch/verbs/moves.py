@@ -22,6 +22,8 @@ PIECE_BYTES: Final = 1 << 20
 IN_FLIGHT: Final = 16  # no more READs than that are outstanding anyway (`max_rd_atomic`)
 BOUNCE_BYTES: Final = 64 << 10  # below some 16 KiB a copy is cheaper than a registration; this also is room for a word
 
+_LOOK_AGAIN_S: Final = 0.2  # an event that a driver loses costs no more than this
+
 
 class RemoteAccess(TransferError):
     """The other side does not have the memory registered (any more). The queue pair is dead."""
@@ -100,12 +102,13 @@ class Mover:
 
     def _sleep(self, deadline_s: float) -> None:
         left_s = deadline_s - time.monotonic()
-        ready = dict(self._poll.poll(left_s * 1e3)) if left_s > 0 else {}
+        if left_s <= 0:
+            raise self._fail(TimeoutError("the transfer did not end in time; its bytes are undefined"))
+        ready = dict(self._poll.poll(min(left_s, _LOOK_AGAIN_S) * 1e3))
         if self._wake in ready:
             raise self._fail(TransferError(self.broken or "the connection was given up"))
-        if not ready:
-            raise self._fail(TimeoutError("the transfer did not end in time; its bytes are undefined"))
-        self._queue_pair.take_event()
+        if ready:
+            self._queue_pair.take_event()
 
     def _fail(self, error: Exception) -> Exception:
         self.broken = self.broken or str(error)

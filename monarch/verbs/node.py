@@ -7,6 +7,7 @@ objects. So in a forked child they are replaced by /dev/null: there, and only th
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import random
 import threading
@@ -60,7 +61,8 @@ class Node:
         for wire in list(self._queue_pairs):
             wire.close()
         self.registrations.close()
-        self.device.close()
+        with contextlib.suppress(Exception):  # the program ends, and somebody still has memory registered
+            self.device.close()
 
 
 class Wire:
@@ -112,12 +114,25 @@ _nodes: dict[str, Node | NotViable] = {}
 _lock = threading.Lock()
 
 
-def node(target: str) -> Node:
-    """The node of this process for a value of `rdma_ibverbs_target`. A refusal is remembered, too.
+_target = ""
+_disabled = ""
+
+
+def prefer(target: str, disabled: str = "") -> None:
+    """Which device `node` takes from now on (see `devices.choose`), or why it takes none."""
+    global _target, _disabled
+    _target, _disabled = target, disabled
+
+
+def node() -> Node:
+    """The node of this process; opened at first use. A refusal is remembered, too.
 
     Raises:
         NotViable: there is none; says why.
     """
+    if _disabled:
+        raise NotViable(_disabled)
+    target = _target
     with _lock:
         found = _nodes.get(target)
         if found is None:

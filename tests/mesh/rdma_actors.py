@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from typing import Any
 
@@ -29,6 +30,10 @@ class Holder(Actor):
         self.memory.append(view)
         self.buffers.append(RDMABuffer(view))
         return self.buffers[-1]
+
+    @endpoint
+    def pid(self) -> int:
+        return os.getpid()
 
     @endpoint
     def offer_read_only(self) -> RDMABuffer:

@@ -15,7 +15,13 @@ from monarch.transports.base import Buffer, Frame, Link, Listener, Transport
 SECRET = b"the secret of the tests"
 WAIT_S = 20.0
 
-ADDRESSES = {"inproc": "inproc://", "ipc": "ipc://", "shm": "shm://", "tcp": "tcp://127.0.0.1:0"}
+ADDRESSES = {
+    "inproc": "inproc://",
+    "ipc": "ipc://",
+    "shm": "shm://",
+    "tcp": "tcp://127.0.0.1:0",
+    "ibverbs": "ibverbs://127.0.0.1:0",
+}
 
 
 def wait_until(condition: Callable[[], Any], *ends: Any, wait_s: float = WAIT_S) -> Any:

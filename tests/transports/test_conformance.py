@@ -37,10 +37,11 @@ MIB = 1 << 20
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(params=["inproc", "ipc", "shm", "tcp"])
+@pytest.fixture(params=["inproc", "ipc", "shm", "tcp", pytest.param("ibverbs", marks=pytest.mark.rdma)])
 def transport(request: pytest.FixtureRequest) -> Transport:
     transport = registry.get(request.param)
     viability = transport.viability()
+    assert viability.ok or request.param != "ibverbs", viability.reason  # there is a device, so it has to work
     if not viability.ok:
         pytest.skip(viability.reason)
     return transport
@@ -69,7 +70,7 @@ def links(transport: Transport) -> Iterator[tuple[Link, Link]]:
 def connect_raw(url_text: str) -> socket.socket:
     """A stranger's connection."""
     url = parse(url_text)
-    if url.scheme == "tcp":
+    if url.scheme in ("tcp", "ibverbs"):
         return socket.create_connection((url.host, url.port), 5)
     sock = socket.socket(socket.AF_UNIX)
     sock.settimeout(5)

@@ -25,12 +25,6 @@ def test_an_address_finds_its_transport():
     assert registry.for_url("ipc://@x").scheme == "ipc"
 
 
-@pytest.mark.parametrize("scheme", ["ibverbs"])
-def test_planned_transports_say_so(scheme):
-    with pytest.raises(NotViable, match="planned"):
-        registry.choose(scheme)
-
-
 def test_an_unknown_name_is_refused_with_the_choices():
     with pytest.raises(ValueError, match="expected one of auto, inproc, ipc, shm, tcp, ibverbs"):
         registry.choose("udp")

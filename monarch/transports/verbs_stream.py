@@ -1,0 +1,309 @@
+"""A byte stream over a queue pair, which looks like a socket. `StreamLink` makes frames and an orderly end of it.
+
+Each message is a head (credits handed back, what it is) and up to `SLOT_BYTES` of the stream. Both sides have posted a
+ring of receives before the first message comes, and `credits` sees to it that no message meets an empty ring. A slot is
+posted again when the reader has copied its bytes out: a reader that does not read stops the sender.
+
+The control connection beside it, over which the two sides told each other their queue pairs, tells when the process at
+the other end is gone; an idle queue pair never would.
+
+The descriptor is readable when the completion channel or the control connection is, or when something has arrived that
+has not been read yet, or when there is room again for a sender that met none.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from struct import Struct
+from typing import Final
+
+from monarch.errors import RemoteProtocolError
+from monarch.transports.base import Buffer
+from monarch.transports.credits import RESERVED, Credits
+from monarch.verbs.adapter import FLUSHED, SUCCESS, Completion, Opcode
+from monarch.verbs.node import Wire
+from monarch.verbs.registrations import register
+
+DEPTH: Final = 64
+SLOT_BYTES: Final = 16 << 10
+READY: Final = b"\x06"  # over the control connection: this side has posted its receives
+
+_LINGER_S: Final = 2.0
+_LINGER_POLL_S: Final = 0.01
+
+_HEAD: Final = Struct("<HH")
+_DATA, _CREDITS, _FIN = range(3)
+_MESSAGE_BYTES: Final = _HEAD.size + SLOT_BYTES
+_SEND: Final = 1 << 32  # in a wr_id: a send, and not a receive
+
+
+class VerbsStream:
+    """See the module. As with a non-blocking socket, one thread may send while another receives.
+
+    It owns the control connection and the queue pair.
+    """
+
+    def __init__(self, control: socket.socket, wire: Wire) -> None:
+        """The queue pair is connected. Raises: TransferError, OSError."""
+        self._control, self._wire = control, wire
+        self._queue_pair = wire.queue_pair
+        self._ring = bytearray(2 * DEPTH * _MESSAGE_BYTES)  # receives, then sends
+        self._view = memoryview(self._ring)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._ring))
+        self._region = register(wire.node.device, self._address, len(self._ring))
+        self._credits = Credits(DEPTH)
+        self._free: list[int] = list(range(DEPTH))  # slots to send from
+        self._arrived: deque[tuple[int, int, int]] = deque()  # slot, and the part of it that is not read yet
+        self._peer_is_ready = False
+        self._ended = False  # nothing more will arrive
+        self._error: OSError | None = None
+        self._wants_room = False
+        self._is_shut = False
+        self._lingers = True
+        self._lock = threading.RLock()
+        self._notice = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._noticed = False
+        self._epoll = select.epoll()
+        self._fd = self._epoll.fileno()
+        for fd in (self._queue_pair.fileno(), control.fileno(), self._notice):
+            self._epoll.register(fd, select.EPOLLIN)
+        control.setblocking(False)
+        for slot in range(DEPTH):
+            self._post_receive(slot)
+        self._queue_pair.arm()
+
+    def _post_receive(self, slot: int) -> None:
+        address = self._address + slot * _MESSAGE_BYTES
+        self._queue_pair.post_recv(slot, address, _MESSAGE_BYTES, self._region.lkey)
+
+    # ---- what a socket has
+
+    def setblocking(self, flag: bool) -> None:
+        """It never blocks."""
+
+    def setsockopt(self, level: int, option: int, value: bytes) -> None:
+        """SO_LINGER: what is on its way need not arrive."""
+        self._control.setsockopt(level, option, value)
+        self._lingers = self._lingers and option != socket.SO_LINGER
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def sendmsg(self, buffers: Iterable[Buffer]) -> int:
+        """Raises: BlockingIOError when there is no room; OSError when the connection is broken."""
+        with self._lock:
+            self._take_in()
+            sent = 0
+            slot, at = -1, 0
+            for buffer in buffers:
+                done = 0
+                while done < len(buffer):
+                    if slot < 0:
+                        if not self._has_room:
+                            return self._after_send(sent, wants_room=True)
+                        slot, at = self._free.pop(), _HEAD.size
+                    size = min(len(buffer) - done, _MESSAGE_BYTES - at)
+                    start = (DEPTH + slot) * _MESSAGE_BYTES + at
+                    self._view[start : start + size] = memoryview(buffer)[done : done + size]
+                    at, done, sent = at + size, done + size, sent + size
+                    if at == _MESSAGE_BYTES:
+                        self._post(slot, _DATA, at)
+                        slot = -1
+            if slot >= 0:
+                self._post(slot, _DATA, at)
+            return self._after_send(sent, wants_room=False)
+
+    def _after_send(self, sent: int, *, wants_room: bool) -> int:
+        if self._error is not None:
+            raise self._error
+        self._wants_room = wants_room
+        self._notify()
+        if wants_room and not sent:
+            raise BlockingIOError
+        return sent
+
+    @property
+    def _has_room(self) -> bool:
+        return (
+            self._peer_is_ready and self._error is None and self._credits.available > 0 and len(self._free) > RESERVED
+        )
+
+    def _post(self, slot: int, kind: int, size_bytes: int) -> None:
+        handed_back = self._credits.hand_back() if kind == _CREDITS else self._credits.spend()
+        start = (DEPTH + slot) * _MESSAGE_BYTES
+        _HEAD.pack_into(self._ring, start, handed_back, kind)
+        address = self._address + start
+        try:
+            self._queue_pair.post_send(Opcode.SEND, _SEND | slot, address, size_bytes, self._region.lkey)
+        except OSError as error:
+            self._fail(f"the queue pair takes no message: {error}")
+
+    def recv(self, size_bytes: int) -> bytes:
+        """b"" at the end of the stream. Raises: BlockingIOError when nothing is there; OSError as `sendmsg`."""
+        with self._lock:
+            self._take_in()
+            found: list[bytes] = []
+            while size_bytes and self._arrived:
+                found.append(bytes(self._read(size_bytes)))
+                self._consumed(len(found[-1]))
+                size_bytes -= len(found[-1])
+            if not found:
+                self._nothing_arrived()
+            self._notify()
+            return b"".join(found)
+
+    def recv_into(self, buffer: memoryview) -> int:
+        """0 at the end of the stream. Raises: as `recv`."""
+        with self._lock:
+            self._take_in()
+            done = 0
+            while done < len(buffer) and self._arrived:
+                part = self._read(len(buffer) - done)
+                size = len(part)
+                buffer[done : done + size] = part
+                self._consumed(size)
+                done += size
+            if not done:
+                self._nothing_arrived()
+            self._notify()
+            return done
+
+    def _read(self, most_bytes: int) -> memoryview:
+        slot, start, stop = self._arrived[0]
+        base = slot * _MESSAGE_BYTES
+        return self._view[base + start : base + min(stop, start + most_bytes)]
+
+    def _consumed(self, size_bytes: int) -> None:
+        slot, start, stop = self._arrived[0]
+        if start + size_bytes < stop:
+            self._arrived[0] = slot, start + size_bytes, stop
+            return
+        self._arrived.popleft()
+        if self._error is not None:
+            return
+        self._post_receive(slot)
+        self._credits.owed += 1
+        self._hand_back()
+
+    def _hand_back(self) -> None:
+        if self._credits.is_deep_in_debt and self._peer_is_ready and self._free:
+            self._post(self._free.pop(), _CREDITS, _HEAD.size)
+
+    def _nothing_arrived(self) -> None:
+        if self._ended:
+            return
+        if self._error is not None:
+            raise self._error
+        self._notify()
+        raise BlockingIOError
+
+    def shutdown(self, how: int) -> None:
+        """Raises: BlockingIOError: there is no room yet to say that it was the last."""
+        with self._lock:
+            if how == socket.SHUT_RD:
+                self._ended = True
+                self._notify()
+                return
+            if self._is_shut:
+                return
+            self._take_in()
+            if not self._has_room and self._error is None:
+                self._wants_room = True
+                raise BlockingIOError
+            if self._error is None:
+                self._is_shut = True
+                self._wants_room = False
+                self._post(self._free.pop(), _FIN, _HEAD.size)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._fd < 0:
+                return
+            deadline_s = time.monotonic() + _LINGER_S
+            while self._lingers and self._error is None and len(self._free) < DEPTH and time.monotonic() < deadline_s:
+                # The end of a queue pair takes along what it has sent and nobody has confirmed.
+                self._epoll.poll(_LINGER_POLL_S)
+                self._take_in()
+            self._fd = -1
+            self._epoll.close()
+            self._wire.close()
+            self._region.close()
+            self._control.close()
+            os.close(self._notice)
+
+    # ---- completions
+
+    def _take_in(self) -> None:
+        """Whatever has completed, and what the control connection says."""
+        if self._fd < 0:
+            raise OSError(errno.EBADF, "the connection is closed")
+        ready = dict(self._epoll.poll(0))
+        if self._queue_pair.fileno() in ready:
+            # In this order no event is lost: take it, arm, and poll until nothing is left.
+            self._queue_pair.take_event()
+            self._queue_pair.arm()
+        while self._error is None and (completions := self._queue_pair.poll()):
+            for done in completions:
+                self._on_completion(done)
+        if self._control.fileno() in ready:
+            self._look_at_control()
+
+    def _on_completion(self, done: Completion) -> None:
+        if done.status != SUCCESS:
+            if done.status != FLUSHED or self._error is None:
+                self._fail(done.text)
+            return
+        if done.wr_id & _SEND:
+            self._free.append(done.wr_id & ~_SEND)
+            return
+        slot = done.wr_id
+        granted, kind = _HEAD.unpack_from(self._ring, slot * _MESSAGE_BYTES)
+        try:
+            self._credits.granted(granted)
+        except RemoteProtocolError as error:
+            self._fail(str(error))
+            return
+        if kind == _DATA:
+            self._arrived.append((slot, _HEAD.size, done.size_bytes))
+        elif kind == _CREDITS:
+            self._post_receive(slot)
+        else:
+            self._ended = True
+
+    def _look_at_control(self) -> None:
+        try:
+            said = self._control.recv(1)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            said = b""
+        if said == READY:
+            self._peer_is_ready = True
+            self._hand_back()
+        else:
+            # What it sent before it ended has arrived by now, or never will.
+            for done in self._queue_pair.poll() if self._error is None else ():
+                self._on_completion(done)
+            self._ended = True
+            self._epoll.unregister(self._control.fileno())
+
+    def _fail(self, text: str) -> None:
+        if self._error is None:
+            self._error = ConnectionResetError(errno.ECONNRESET, text)
+
+    def _notify(self) -> None:
+        """Keep the descriptor readable for as long as somebody has something to do."""
+        wanted = bool(self._arrived) or self._ended or self._error is not None or (self._wants_room and self._has_room)
+        if wanted and not self._noticed:
+            os.eventfd_write(self._notice, 1)
+        elif self._noticed and not wanted:
+            os.eventfd_read(self._notice)
+        self._noticed = wanted

@@ -5,6 +5,9 @@ Python: it writes the stacks of up to 100 threads, with up to 100 frames of each
 belongs to the process and ends with it. Whoever asks (`ask`) has the same user, so that the kernel lets it open that
 file in /proc; no ptrace is needed.
 
+Threads that run meanwhile change the frames that the handler reads: one that runs Python can be crashed by it. So a
+process is sent the signal only when it is silent, and the kernel shows that its interpreter is held (`_Suspect`).
+
 The file's name says all that an asker must know: the signal, and the thread to send it to. That is a thread which runs
 no user code: no call of the user's is interrupted. A process without such a file is never sent a signal.
 
@@ -21,7 +24,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from attrs import define, evolve
@@ -36,6 +39,9 @@ log = get_logger("monarch.held")
 _FILE: Final = re.compile(r"/memfd:monarch-stacks-(\d+)-(\d+) \(deleted\)")
 _NAMES_LIMIT_BYTES: Final = 1 << 20  # threads that start after so many stay without a name
 _LOOK_AGAIN_S: Final = 0.005
+_WINDOW_S: Final = 0.3
+_ASLEEP: Final = 0.02  # a thread that waits for the interpreter wakes up every 5 ms, for some 10 us
+_TURN_S: Final = 0.005  # Source: sys.getswitchinterval(), the default
 
 _file: int | None = None
 
@@ -81,16 +87,35 @@ class Silence:
     reason: str
 
 
-def ask(pids: Iterable[int], limit_s: float) -> dict[int, tuple[Stack, ...] | Silence]:
-    """The stacks of processes of this user and machine, whatever they do. All are asked at once; blocks up to
-    `limit_s`."""
+def ask(silent: Mapping[int, Callable[[], bool]], limit_s: float) -> dict[int, tuple[Stack, ...] | Silence]:
+    """The stacks of processes of this user and machine that have not answered a question which is still open. All are
+    asked at once; blocks up to `limit_s`.
+
+    Args:
+        silent: by pid, whether it has still not answered; looked at just before the signal.
+    """
     deadline_s = time.monotonic() + limit_s
     asked: dict[int, _Question | Silence] = {}
-    for pid in pids:
+    suspects: dict[int, _Suspect] = {}
+    for pid in silent:
         try:
-            asked[pid] = _Question.put(pid)
+            suspects[pid] = _Suspect(pid)
         except OSError as error:
             asked[pid] = Silence(_explain(pid, error))
+    while suspects:
+        time.sleep(_WINDOW_S)
+        over = time.monotonic() >= deadline_s - _WINDOW_S
+        for pid, suspect in list(suspects.items()):
+            try:
+                if suspect.is_held():
+                    asked[pid] = _Question.put(pid) if silent[pid]() else Silence("it answers again")
+                elif over:
+                    asked[pid] = Silence("it may be running Python, and then the signal could crash it; ask again")
+                else:
+                    continue
+            except OSError as error:
+                asked[pid] = Silence(_explain(pid, error))
+            del suspects[pid]
     found: dict[int, tuple[Stack, ...] | Silence] = {}
     for pid, question in asked.items():
         if isinstance(question, Silence):
@@ -109,6 +134,28 @@ def _explain(pid: int, error: OSError) -> str:
     if not os.path.exists(f"/proc/{pid}"):
         return "the process has ended"
     return f"it cannot be asked: {error.strerror or error}"
+
+
+class _Suspect:
+    """A silent process: is its interpreter held?
+
+    Python gives the interpreter to another thread every 5 ms, where one waits for it. So a process whose threads have
+    run, k of them, for 40 (k + 1) such turns since, and which has not answered, does not give it away: to answer takes
+    some ten turns. One in which no thread runs is asleep in native code, with the interpreter or without it. Any
+    other does not get the processor.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._since_s = time.monotonic()
+        self._before_s = linux.run_times_s(pid)
+
+    def is_held(self) -> bool:
+        """Raises: OSError, when it has ended."""
+        elapsed_s = time.monotonic() - self._since_s
+        ran_s = [now_s - self._before_s.get(tid, 0.0) for tid, now_s in linux.run_times_s(self._pid).items()]
+        running = sum(each_s > _ASLEEP * elapsed_s for each_s in ran_s)
+        return not running or min(sum(ran_s), elapsed_s) >= 40 * (running + 1) * _TURN_S
 
 
 @define(eq=False)

@@ -137,6 +137,15 @@ def handles_signal(pid: int, tid: int, signum: int) -> bool:
     return False
 
 
+def run_times_s(pid: int) -> dict[int, float]:
+    """How long each thread of a process has had a processor, by its kernel's number, in seconds."""
+    found: dict[int, float] = {}
+    for task in os.scandir(f"/proc/{pid}/task"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            found[int(task.name)] = int(Path(task.path, "schedstat").read_text().split()[0]) / 1e9
+    return found
+
+
 def title(pid: int) -> str:
     """The command line of a process as `ps` shows it; empty where there is none."""
     with contextlib.suppress(OSError):

@@ -41,6 +41,7 @@ _PREFIX: Final = "monarch-driver-"
 _SECRET: Final = b"same user"
 _LINE: Final = re.compile(rf"@({_PREFIX}(\d+)-[0-9a-f]+)$", re.MULTILINE)
 _DIAL_S: Final = 1.0
+_GREETING_S: Final = 0.5
 
 
 class Console:
@@ -212,7 +213,20 @@ def converse(driver: Found) -> Conversation | None:
 
 
 def _from_outside(driver: Found, with_stacks: bool) -> Snapshot | None:
-    return from_outside(driver.pid, with_stacks) if os.path.exists(f"/proc/{driver.pid}") else None
+    if not os.path.exists(f"/proc/{driver.pid}"):
+        return None
+    return from_outside(driver.pid, with_stacks, lambda: not _greets(driver))
+
+
+def _greets(driver: Found) -> bool:
+    """Whether it answers by now."""
+    try:
+        registry.get("ipc").dial(driver.url, _SECRET, _GREETING_S).abort()
+    except TimeoutError:
+        return False
+    except (MonarchError, OSError):
+        pass
+    return True
 
 
 def ask_all(with_stacks: bool, pid: int | None = None) -> list[Snapshot]:

@@ -187,6 +187,7 @@ class Resident:
     name: str
     pid: int | None
     up: bool
+    linked: bool  # what is asked reaches it
     stopping: bool
 
 
@@ -244,7 +245,8 @@ class HostAgent:
             pid = None if each.running is None else each.running.pid
             up = peer is not None and peer.state is not State.NEW
             name = each.request.title.removeprefix("monarch: ")
-            found.append(Resident(proc, name, pid, up, each.stopping is not None))
+            linked = peer is not None and peer.state is State.UP
+            found.append(Resident(proc, name, pid, up, linked, each.stopping is not None))
         return found
 
     def _end_the_silent(self, launched: list[_Launched], limit_s: float) -> None:

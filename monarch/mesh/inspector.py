@@ -1,8 +1,9 @@
 """Who answers when somebody asks what a program does, and who collects the answers.
 
 Each process answers for itself, on whatever thread drives its links, so that a blocked endpoint delays nothing. The
-client's process collects: it knows all processes, asks them at once, and has those that stay silent for `_ANSWER_S`
-asked by a signal (`launch.held`). So there is an answer within `LIMIT_S`, whatever the processes do.
+client's process collects: it knows all processes, and asks them at once. Those that stay silent for `_ANSWER_S`, also
+to the question whether they are alive, are asked by a signal (`launch.held`). So there is an answer within `LIMIT_S`,
+whatever the processes do.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from monarch.mesh.host import HostAgent, Resident
 
 _ANSWER_S: Final = 1.0
-_SIGNAL_S: Final = 2.0
+_SIGNAL_S: Final = 2.5
 LIMIT_S: Final = 5.0
 
 
@@ -54,6 +56,7 @@ class Respondent:
     def __init__(self, runtime: MeshProc) -> None:
         self._runtime = runtime
         runtime.handlers["inspect"] = self._on_inspect
+        runtime.handlers["alive"] = lambda envelope: runtime.answer(envelope)
 
     def _on_inspect(self, envelope: Envelope, with_stacks: bool) -> None:
         self._runtime.answer(envelope, self.answer(with_stacks))
@@ -110,6 +113,7 @@ class Collector:
         key = runtime.key
         residents = self._agent.residents()
         wanted = {key, *(each.proc.key for each in residents)} if only is None else set(only)
+        alive = {each.proc.key: runtime.request(each.proc, "alive") for each in residents}
         asked = {
             each.proc.key: runtime.request(each.proc, "inspect", with_stacks and each.proc.key in wanted)
             for each in residents
@@ -117,8 +121,12 @@ class Collector:
         own = runtime.respondent.answer(with_stacks and key in wanted, threading.get_ident())
         answers, gone = _collected(asked, time.monotonic() + _ANSWER_S)
         left = [each for each in residents if each.proc.key in wanted - gone]
-        silent = {each.pid for each in left if each.pid is not None and each.proc.key not in answers}
-        dumps = held.ask(silent - {os.getpid()}, _SIGNAL_S) if with_stacks else {}
+        silent = {
+            each.pid: partial(_is_silent, alive[each.proc.key])
+            for each in left
+            if each.pid not in (None, os.getpid()) and each.linked and not alive[each.proc.key].done()
+        }
+        dumps = held.ask(silent, _SIGNAL_S) if with_stacks else {}
         restarts = {number: n for answer in (own, *answers.values()) for number, n in answer.restarts.items()}
 
         processes: list[Process] = []
@@ -127,8 +135,17 @@ class Collector:
             processes.append(_answered(client, own, restarts))
         for each in left:
             process, answer = _resident(each), answers.get(each.proc.key)
-            processes.append(_unanswered(process, dumps) if answer is None else _answered(process, answer, restarts))
+            if answer is not None:
+                processes.append(_answered(process, answer, restarts))
+            elif alive[each.proc.key].done():
+                processes.append(evolve(process, note="it is too busy to say more"))
+            else:
+                processes.append(_unanswered(process, dumps))
         return Snapshot(_program(), os.getpid(), (Host(socket.gethostname(), tuple(processes)),), with_stacks)
+
+
+def _is_silent(alive: Future[Any]) -> bool:
+    return not alive.done()
 
 
 def _collected(asked: Mapping[int, Future[tuple[Any, ...]]], deadline_s: float) -> tuple[dict[int, Answer], set[int]]:
@@ -174,10 +191,11 @@ def _unanswered(process: Process, dumps: dict[int, tuple[Stack, ...] | held.Sile
     return evolve(process, state=state, note=note, threads=dump)
 
 
-def from_outside(pid: int, with_stacks: bool) -> Snapshot:
-    """What can be told of a driver that does not answer, by evidence of the kernel and the reserved signal."""
+def from_outside(pid: int, with_stacks: bool, is_silent: Callable[[], bool]) -> Snapshot:
+    """What can be told of a driver that does not answer, by evidence of the kernel and the reserved signal. Nobody can
+    ask its processes, which most likely run, so that they are sent no signal."""
     names = {pid: "client"} | {each: title.removeprefix("monarch: ") for each, title in launched_by(pid).items()}
-    dumps = held.ask(names, _SIGNAL_S) if with_stacks else {}
+    dumps = held.ask({pid: is_silent}, _SIGNAL_S) if with_stacks else {}
     processes = []
     for each, name in names.items():
         process = Process(name, each, ProcessState.UP, "", linux.memory_bytes(each))

@@ -15,8 +15,6 @@ import pytest
 from monarch.launch import held, linux
 from monarch.launch.held import Silence
 
-pytestmark = pytest.mark.slow
-
 PROGRAM = """
 import ctypes, sys, threading, time
 
@@ -46,9 +44,13 @@ def program(*arguments: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def stacks_of(pid: int) -> tuple[held.Stack, ...]:
-    found = held.ask([pid], 10.0)[pid]
+    found = held.ask({pid: always}, 10.0)[pid]
     assert not isinstance(found, Silence), found
     return found
+
+
+def always() -> bool:
+    return True
 
 
 def wait_until_held(pid: int) -> None:
@@ -58,6 +60,7 @@ def wait_until_held(pid: int) -> None:
         assert time.monotonic() < deadline_s
 
 
+@pytest.mark.slow
 def test_a_held_interpreter_shows_its_stacks_by_name():
     with program("600") as process:
         wait_until_held(process.pid)
@@ -67,6 +70,7 @@ def test_a_held_interpreter_shows_its_stacks_by_name():
     assert stacks["side"][-1] == "wait"
 
 
+@pytest.mark.slow
 def test_asking_interrupts_no_call():
     with program("3") as process:
         for _ in range(5):
@@ -77,6 +81,7 @@ def test_asking_interrupts_no_call():
     assert left_s == "0\n"  # of the 3 seconds: sleep(3) says what a signal has cut off
 
 
+@pytest.mark.slow
 def test_asking_leaves_no_dump_behind():
     with program("600") as process:
         wait_until_held(process.pid)
@@ -93,21 +98,23 @@ def memory_files(pid: int) -> list[str]:
     return [fd for fd in os.listdir(folder) if "monarch-stacks" in os.readlink(f"{folder}/{fd}")]
 
 
+@pytest.mark.slow
 def test_a_process_without_the_handler_gets_no_signal():
     with program("600", "deaf") as process:
-        found = held.ask([process.pid], 10.0)[process.pid]
+        found = held.ask({process.pid: always}, 10.0)[process.pid]
 
     assert isinstance(found, Silence)
     assert "it has no handler for stacks" in found.reason
 
 
+@pytest.mark.slow
 def test_a_stopped_process_says_so_and_shows_its_stacks_later():
     with program("600") as process:
         process.send_signal(signal.SIGSTOP)
         deadline_s = time.monotonic() + 10
         while linux.kernel_state(process.pid) != "T":
             assert time.monotonic() < deadline_s
-        silent = held.ask([process.pid], 0.2)[process.pid]
+        silent = held.ask({process.pid: always}, 2.0)[process.pid]
         process.send_signal(signal.SIGCONT)
         stacks = stacks_of(process.pid)
 
@@ -116,10 +123,41 @@ def test_a_stopped_process_says_so_and_shows_its_stacks_later():
     assert stacks
 
 
+@pytest.mark.slow
+def test_a_process_that_answers_meanwhile_gets_no_signal():
+    with program("600") as process:
+        found = held.ask({process.pid: lambda: False}, 10.0)[process.pid]
+
+    assert found == Silence("it answers again")
+
+
+@pytest.mark.parametrize(
+    ("ran_s", "elapsed_s", "is_held"),
+    [
+        ({1: 0.0, 2: 0.0}, 0.3, True),  # all asleep
+        ({1: 0.0, 2: 0.001}, 0.3, True),  # but for one that waits for the interpreter
+        ({1: 0.3, 2: 0.001}, 0.3, False),  # too short to tell
+        ({1: 0.1, 2: 0.001}, 2.0, False),  # it does not get the processor
+        ({1: 0.4, 2: 0.001}, 0.5, True),  # 80 turns, and nobody else had one
+        ({1: 0.2, 2: 0.2, 3: 0.2}, 0.6, False),  # threads take turns
+        ({1: 2.0, 2: 2.0, 3: 2.0}, 0.7, False),  # on several processors: at most one of them is in Python
+        ({1: 2.0, 2: 2.0, 3: 2.0}, 2.0, True),
+    ],
+)
+def test_whether_an_interpreter_is_held(monkeypatch, ran_s, elapsed_s, is_held):
+    moments = iter([dict.fromkeys(ran_s, 5.0), {tid: 5.0 + each_s for tid, each_s in ran_s.items()}])
+    clock = iter([100.0, 100.0 + elapsed_s])
+    monkeypatch.setattr(linux, "run_times_s", lambda pid: next(moments))
+    monkeypatch.setattr(held.time, "monotonic", lambda: next(clock))
+
+    assert held._Suspect(1).is_held() is is_held
+
+
+@pytest.mark.slow
 def test_a_process_that_has_ended_is_no_error():
     with program("0") as process:
         process.wait(10)
 
-    found = held.ask([process.pid], 1.0)[process.pid]
+    found = held.ask({process.pid: always}, 1.0)[process.pid]
 
     assert found == Silence("the process has ended")

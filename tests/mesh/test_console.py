@@ -203,3 +203,4 @@ def test_a_driver_that_holds_its_interpreter_is_looked_at_from_outside():
     assert [stack.name for stack in client.threads if not stack.is_idle] == ["MainThread"]
     assert (work.name, work.state) == ("work", ProcessState.UNKNOWN)
     assert [frame.function for frame in client.threads[-1].frames] == ["<module>"]
+    assert work.threads == ()

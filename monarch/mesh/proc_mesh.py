@@ -229,13 +229,17 @@ class ProcMesh(MeshView):
 
         Raises:
             ValueError: `level` is not from 0 to 255, or the window is not positive.
+            TypeError: `level` is no int, or the window no number.
         """
+        if not isinstance(level, int):
+            raise TypeError(f"level is {level!r}; it must be an int, such as logging.INFO")
         if not 0 <= level <= 255:
             raise ValueError(f"level is {level}; it must be from 0 to 255")
-        if aggregate_window_sec is not None and not 0 < aggregate_window_sec < float("inf"):
-            raise ValueError(
-                f"aggregate_window_sec is {aggregate_window_sec!r}; it must be a number of seconds above 0"
-            )
+        window_s = aggregate_window_sec
+        if not isinstance(window_s, int | float | None):
+            raise TypeError(f"aggregate_window_sec is {window_s!r}; it must be a number of seconds, or None")
+        if window_s is not None and not 0 < window_s < float("inf"):
+            raise ValueError(f"aggregate_window_sec is {window_s}; it must be a number of seconds above 0")
         self._refuse_stopped()
         runtime = context().actor_instance.proc_runtime
         by_host: dict[ProcId, list[int]] = {}
@@ -243,7 +247,7 @@ class ProcMesh(MeshView):
             by_host.setdefault(proc.keeper or proc, []).append(proc.key)
             runtime.tell(proc, "log_level", level)
         asked = [
-            runtime.request(host, "show_output", keys, stream_to_client, aggregate_window_sec)
+            runtime.request(host, "show_output", keys, bool(stream_to_client), window_s)
             for host, keys in by_host.items()
         ]
         for answer in asked:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import linecache
 import os
 import pdb
 from collections.abc import Callable
@@ -69,7 +68,6 @@ class RemotePdb(pdb.Pdb):
 
     def interaction(self, frame: FrameType | None, *args: Any) -> None:
         if frame is not None:
-            linecache.checkcache()
             code = frame.f_code
             self._terminal.place = Place(code.co_name, os.path.basename(code.co_filename), frame.f_lineno)
         self._goes_on = False

@@ -75,6 +75,7 @@ class ThreadStarter:
             group._end(Exit(None, error=error))
             return group
         runtime = start(boot)
+        runtime.handlers["log_level"] = lambda *_: None  # the handlers of root loggers are the client's
         group = ThreadGroup(os.getpid(), runtime, report)
         runtime.on_end = lambda: group._end(Exit(group.pid, code=1 if runtime.failed_actors else 0))
         assert boot.proc.keeper is not None

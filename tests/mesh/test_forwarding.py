@@ -313,11 +313,18 @@ def test_logging_option_merges_equal_lines_and_sets_the_level(output, procs):
     assert sorted(output.text.splitlines()) == sorted(merged)
 
 
-def test_logging_option_warns_where_nothing_is_forwarded():
+def test_logging_option_warns_where_nothing_is_forwarded(caplog):
     with fresh_client("inproc"):
         procs = this_host().spawn_procs({"gpus": 2})
         with pytest.warns(UserWarning, match="enable_log_forwarding"):
             asyncio.run(procs.logging_option(stream_to_client=True))
-        for options in ({"level": 256}, {"level": -1}, {"aggregate_window_sec": 0}):
-            with pytest.raises(ValueError):
+        for options, error in (
+            ({"level": 256}, ValueError),
+            ({"level": -1}, ValueError),
+            ({"level": "INFO"}, TypeError),
+            ({"aggregate_window_sec": 0}, ValueError),
+            ({"aggregate_window_sec": "3"}, TypeError),
+        ):
+            with pytest.raises(error, match=next(iter(options))):
                 asyncio.run(procs.logging_option(**options))
+    assert caplog.records == []

@@ -136,16 +136,6 @@ def test_only_calls_can_be_cancelled(shared: Shared) -> None:
     assert not receiver.recv().cancel()
 
 
-def test_a_call_to_an_actor_that_is_still_being_made(spawn: Spawn, shared: Shared) -> None:
-    busy = spawn(Busy, on=one(shared))
-    future = busy.note.call_one("never")
-
-    future.cancel()
-
-    assert busy.notes.call_one().get(LIMIT_S)[0] in ([], ["never"])  # it may have been quicker
-    assert future.cancelled()
-
-
 def test_cancelling_a_task_that_awaits_cancels_no_call(spawn: Spawn, shared: Shared) -> None:
     busy = spawn(Busy, on=one(shared))
     running, _ = spinning(busy)

@@ -16,9 +16,11 @@ from monarch.launch import held, linux
 from monarch.launch.held import Silence
 
 PROGRAM = """
-import ctypes, sys, threading, time
+import ctypes, re, sys, threading, time
 
 def hold(seconds):
+    if "compute" in sys.argv:
+        re.match(r"(a+)+$", "a" * 60 + "b")  # does not end
     return ctypes.PyDLL(None).sleep(seconds)  # PyDLL keeps the interpreter lock
 
 side = threading.Thread(target=threading.Event().wait, daemon=True, name="side")
@@ -71,14 +73,20 @@ def test_a_held_interpreter_shows_its_stacks_by_name():
 
 
 @pytest.mark.slow
+def test_native_code_that_computes_is_told_from_python_that_runs():
+    with program("600", "compute") as process:
+        wait_until_held(process.pid)
+
+
+@pytest.mark.slow
 def test_asking_interrupts_no_call():
-    with program("3") as process:
-        for _ in range(5):
+    with program("4") as process:
+        for _ in range(2):
             stacks_of(process.pid)
         assert process.stdout is not None
         left_s = process.stdout.readline()
 
-    assert left_s == "0\n"  # of the 3 seconds: sleep(3) says what a signal has cut off
+    assert left_s == "0\n"  # of the 4 seconds: sleep(4) says what a signal has cut off
 
 
 @pytest.mark.slow

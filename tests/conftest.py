@@ -11,7 +11,7 @@ import os
 import hypothesis
 import pytest
 
-_KEPT = {"MONARCH_TRANSPORT"}
+_KEPT = {"MONARCH_RDMA_BINDING", "MONARCH_TRANSPORT"}
 
 for _name in [name for name in os.environ if name.startswith("MONARCH_") and name not in _KEPT]:
     del os.environ[_name]
@@ -39,7 +39,7 @@ def _missing(marker: str) -> str | None:
         return None if importlib.util.find_spec("torch") else "torch is not installed"
     if marker == "rdma":
         devices = os.listdir("/sys/class/infiniband") if os.path.isdir("/sys/class/infiniband") else []
-        return None if devices else "no RDMA device: /sys/class/infiniband is empty"
+        return None if devices or "RDMA_VM" in os.environ else "no RDMA device: /sys/class/infiniband is empty"
     if marker == "gpu":
         return None if os.path.exists("/dev/nvidiactl") else "no CUDA device: /dev/nvidiactl is missing"
     raise ValueError(marker)

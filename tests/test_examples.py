@@ -60,6 +60,31 @@ def test_supervised():
     assert "60 jobs done with 2 workers, of which 4 were killed" in output
 
 
+PATHS = ["shm", "tcp", pytest.param("ibverbs", marks=pytest.mark.rdma)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("path", PATHS)
+def test_parameter_server(path, monkeypatch):
+    monkeypatch.setenv("MONARCH_RDMA_PATH", path)
+    output = run("examples/parameter_server.py", timeout_s=180)
+
+    assert len(re.findall(r"worker \d: mean square error 0\.0", output)) == 3
+    assert f"over {path}: " in output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("path", PATHS)
+def test_weight_sync(path, monkeypatch):
+    monkeypatch.setenv("MONARCH_RDMA_PATH", path)
+    output = run("examples/weight_sync.py", timeout_s=180)
+
+    assert "version 10: 4 generators have it" in output
+    assert f"over {path}: " in output
+
+
 def demo(*arguments: str, **options: Any) -> str:
     return run("-m", "monarch", "demo", *arguments, **options)
 

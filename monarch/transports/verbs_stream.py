@@ -62,7 +62,7 @@ class VerbsStream:
         self._credits = Credits(DEPTH)
         self._free: list[int] = list(range(DEPTH))  # slots to send from
         self._arrived: deque[tuple[int, int, int]] = deque()  # slot, and the part of it that is not read yet
-        self._peer_is_ready = False
+        self._peer_is_ready = self._peer_is_gone = False
         self._ended = False  # nothing more will arrive
         self._error: OSError | None = None
         self._wants_room = False
@@ -228,7 +228,7 @@ class VerbsStream:
             if self._fd < 0:
                 return
             deadline_s = time.monotonic() + _LINGER_S
-            while self._lingers and self._error is None and len(self._free) < DEPTH and time.monotonic() < deadline_s:
+            while self._is_unconfirmed and time.monotonic() < deadline_s:
                 # The end of a queue pair takes along what it has sent and nobody has confirmed.
                 self._epoll.poll(_LINGER_POLL_S)
                 self._take_in()
@@ -238,6 +238,11 @@ class VerbsStream:
             self._region.close()
             self._control.close()
             os.close(self._notice)
+
+    @property
+    def _is_unconfirmed(self) -> bool:
+        """Whether something that was sent is on its way to somebody."""
+        return self._lingers and not self._peer_is_gone and self._error is None and len(self._free) < DEPTH
 
     # ---- completions
 
@@ -292,7 +297,7 @@ class VerbsStream:
             # What it sent before it ended has arrived by now, or never will.
             for done in self._queue_pair.poll() if self._error is None else ():
                 self._on_completion(done)
-            self._ended = True
+            self._ended = self._peer_is_gone = True
             self._epoll.unregister(self._control.fileno())
 
     def _fail(self, text: str) -> None:

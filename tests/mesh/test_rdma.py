@@ -29,7 +29,7 @@ KINDS = [
     pytest.param(("shm", "file"), id="shm-file"),
     pytest.param(("tcp", "heap"), id="tcp"),
     pytest.param(("ibverbs", "heap"), id="ibverbs", marks=pytest.mark.rdma),
-    pytest.param(("ibverbs", "file"), id="ibverbs-file", marks=pytest.mark.rdma),
+    pytest.param(("ibverbs", "file"), id="ibverbs-file", marks=[pytest.mark.rdma, pytest.mark.slow]),
 ]
 
 

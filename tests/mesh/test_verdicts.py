@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from monarch.actor import Actor, Port, SupervisionError, context, endpoint, this_host, this_proc
-from monarch.testing import TestClient
+from monarch.testing import TestClient, fresh_client
 from tests.mesh.actors import Worker
 
 
@@ -119,3 +119,19 @@ def test_a_slice_made_later_has_the_health_of_its_members(monarch_client: TestCl
         with pytest.raises(SupervisionError) as caught:
             view.echo.call(1).get(10)
         assert caught.value.failure.coordinates == [{"gpus": 1}]
+
+
+@pytest.mark.parametrize("poisons", [False, True])
+def test_a_failed_actor_poisons_its_process_only_where_that_is_wanted(poisons: bool) -> None:
+    with fresh_client("inproc", poison_failed_procs=poisons) as client:
+        procs = this_host().spawn_procs()
+        with pytest.raises(SupervisionError):
+            procs.spawn("first", Worker).leave.call_one().get(10)
+        client.expect_fault("first")
+        second = procs.spawn("second", Worker)
+        if not poisons:
+            assert second.echo.call_one(1).get(10) == 1
+            return
+        with pytest.raises(RuntimeError, match="error spawning actor mesh"):
+            second.initialized.get(10)
+        assert "SystemExit" in client.expect_fault("second").causes[0].reason

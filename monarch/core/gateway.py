@@ -183,7 +183,7 @@ class Gateway:
             else:
                 timeout_s = 0.0  # what comes of it may be what the caller waits for
                 self._uncork()
-        self._poller.poll(timeout_s)
+        self._poller.poll(timeout_s, eager=not self.driver.leads_aside)
 
     def _uncork(self) -> None:
         while self._corked:

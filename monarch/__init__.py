@@ -20,11 +20,22 @@ _LAZY = {
         ("monarch.config", ""),
     ),
 }
+_TENSORS = {
+    "collectives": "reduce reduce_ slice_mesh to_mesh",
+    "dispatch": "get_active_mesh no_mesh",
+    "errors": "DeviceException RemoteException",
+    "fetch": "fetch_shard inspect show",
+    "handle": "Tensor",
+    "remote": "call_on_shard_and_fetch remote",
+    "streams": "Stream get_active_stream",
+}
+_LAZY.update(
+    {name: (f"monarch.mesh.tensor.{module}", name) for module, names in _TENSORS.items() for name in names.split()}
+)
 _PLANNED = frozenset(
     """
-    Future OpaqueRef RemoteProcessGroup Selection Simulator Stream Tensor builtins call_on_shard_and_fetch coalescing
-    fetch_shard function_resolvers get_active_mesh get_active_stream grad_function grad_generator inspect mast_reserve
-    no_mesh reduce reduce_ remote set_meta show slice_mesh timer to_mesh world_mesh
+    Future OpaqueRef RemoteProcessGroup Selection Simulator builtins coalescing function_resolvers grad_function
+    grad_generator mast_reserve set_meta timer world_mesh
     """.split()
 )
 
@@ -37,7 +48,7 @@ def __getattr__(name: str) -> Any:
         module, attribute = _LAZY[name]
         return getattr(importlib.import_module(module), attribute or name)
     if name in _PLANNED:
-        raise AttributeError(f"monarch.{name} belongs to distributed tensors, which are planned; this version has none")
+        raise AttributeError(f"monarch.{name} is planned; this version has none")
     raise AttributeError(f"module 'monarch' has no attribute {name!r}")
 
 

@@ -35,10 +35,8 @@ from monarch.actor import (
     hosts_from_config,
     run_worker_loop_forever,
     this_host,
-    this_proc,
 )
 from monarch.testing.plugin import monarch_client, monarch_settings
-from tests.mesh.actors import Worker
 
 __all__ = ["monarch_client", "monarch_settings"]
 
@@ -116,8 +114,8 @@ def test_the_package_loads_what_it_is_asked_for() -> None:
 
     assert monarch.ActorFuture is Future
     assert monarch.get_global_config()["cleanup_timeout"]
-    with pytest.raises(AttributeError, match=r"monarch\.Tensor .* planned"):
-        _ = monarch.Tensor
+    with pytest.raises(AttributeError, match=r"monarch\.Simulator .* planned"):
+        _ = monarch.Simulator
 
 
 @pytest.mark.parametrize("cls", MEMBERS, ids=lambda cls: cls.__name__)
@@ -145,11 +143,6 @@ PLANNED: dict[str, Callable[[], Any]] = {
     "attach_to_workers": lambda: attach_to_workers(ca="trust_all_connections", workers=["tcp://a:1"]),
     "run_worker_loop_forever": lambda: run_worker_loop_forever(ca="trust_all_connections", address="tcp://a:1"),
     "hosts_from_config": lambda: hosts_from_config("hosts"),
-    "activate": lambda: this_proc().activate(),
-    "rank_tensor": lambda: this_proc().rank_tensor("gpus"),
-    "rank_tensors": lambda: this_proc().rank_tensors(),
-    "spawn_tensor_engine": lambda: context().actor_instance.spawn_tensor_engine(this_proc()),
-    "rref": lambda: this_proc().spawn("worker", Worker).echo.rref(1),
     "sync_workspace": lambda: this_host().sync_workspace("here").send(None),
 }
 

@@ -116,8 +116,12 @@ class Spawner(Sender):
         """As `abort`, without serving anything more."""
         self.abort(reason)
 
-    def spawn_tensor_engine(self, proc_mesh: ProcMesh) -> Any:
-        raise NotImplementedError("distributed tensors are planned; this version has no tensor engine")
+    def spawn_tensor_engine(self, proc_mesh: ProcMesh) -> ProcMesh:
+        """Start the workers for distributed tensors now, and not with the first `activate()`. Returns the mesh."""
+        from monarch.mesh.tensor import engine
+
+        engine.engine_of(proc_mesh)
+        return proc_mesh
 
     def __str__(self) -> str:
         return path_of(self.creator, self.class_name, self.name, self.rank)

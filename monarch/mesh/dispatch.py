@@ -14,7 +14,7 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Coroutine
-from typing import Any, Final
+from typing import Any
 
 from attrs import define, evolve
 
@@ -39,10 +39,6 @@ log = get_logger("monarch.actor")
 
 READY = "__ready__"
 """Name of an endpoint that every actor has: it answers once the constructor is through."""
-
-
-_IMPLIED: Final[Port[Any]] = Port(None)
-"""Stands for the reply port that an envelope names: it is made only for an endpoint that gets it."""
 
 
 @define(eq=False)
@@ -107,7 +103,7 @@ class ActorBehavior:
             return None
         instance = self._instance
         try:
-            spec = self._spec(name, extra)
+            spec = self._wrapped(self._spec(name, extra), extra)
             served = Served(instance, name, envelope, not spec.concurrent)
             _context.set(Context(instance, Point(envelope.rank, extent), served))
             args, kwargs = codec.decode(envelope.parts[1:])
@@ -128,7 +124,6 @@ class ActorBehavior:
         if port is None:
             return Port(None)
         if envelope.reply_port:
-            port = self._reply_port(envelope)
             self._owed.add(envelope)
             port._on_use = lambda: self._owed.discard(envelope)
         return port
@@ -138,7 +133,7 @@ class ActorBehavior:
         if found is None:
             name, labels, sizes, extra = pickle.loads(description)
             found = (name, Extent(labels, sizes), extra)
-            if len(self._described) < 1024 and (extra is None or "reply" not in extra):
+            if len(self._described) < 1024 and (extra is None or not extra.keys() & {"reply", "wrap"}):
                 self._described[description] = found
         return found
 
@@ -151,16 +146,18 @@ class ActorBehavior:
             raise AttributeError(f"{self._class.name} has no endpoint {name!r}")
         return spec
 
+    def _wrapped(self, spec: EndpointSpec, extra: dict[str, Any] | None) -> EndpointSpec:
+        """With what the caller wants to have around the method."""
+        return spec if extra is None or "wrap" not in extra else evolve(spec, method=extra["wrap"](spec.method))
+
     def _port(self, envelope: Envelope, extra: dict[str, Any] | None) -> Port[Any] | None:
         """The reply port of a call, or None for a broadcast."""
         if extra is not None and "reply" in extra:
             own: Port[Any] = codec.decode(extra["reply"])  # the caller's own, see `send`
             own._rank = envelope.rank
             return own
-        return _IMPLIED if envelope.reply_port else None
-
-    def _reply_port(self, envelope: Envelope) -> Port[Any]:
-        """The port that `envelope` wants its reply at."""
+        if not envelope.reply_port:
+            return None
         runtime = self._instance.proc_runtime
         peer = runtime.gateway.peers.get(envelope.src_proc)
         proc = runtime.proc_id if envelope.src_proc == runtime.key else peer.proc if peer is not None else None

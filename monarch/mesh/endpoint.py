@@ -11,7 +11,8 @@ import inspect
 import pickle
 import random
 import types
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, Protocol, TypeVar, overload
 
@@ -42,6 +43,9 @@ A = TypeVar("A")
 S = TypeVar("S", bound=CallSink)
 
 Propagator = Callable[..., Any] | Literal["cached", "inspect", "mocked"] | None
+
+around_encoding: Callable[[Sequence[int]], AbstractContextManager[None]] | None = None
+"""Around the encoding of arguments for processes of these keys; set by distributed tensors, which must know them."""
 
 
 def _check_takes(method: Callable[..., Any], hidden: list[str]) -> None:
@@ -288,6 +292,9 @@ class Endpoint(Generic[P, R]):
         """The parts of a call to all members, or to the one of that rank in the view."""
         self._spec.check(args, kwargs)
         keys = self._members.keys if rank is None else (self._members.keys[rank],)
+        if around_encoding is not None:
+            with around_encoding(keys):
+                return [self._description, *codec.encode_call(args, kwargs, sender.proc_runtime.memory_for(keys))]
         return [self._description, *codec.encode_call(args, kwargs, sender.proc_runtime.memory_for(keys))]
 
     def _ask(self, make: Callable[[Context, Members], S], args: Any, kwargs: Any, only: int | None = None) -> S:
@@ -351,8 +358,14 @@ class Endpoint(Generic[P, R]):
         self._mesh._cast(sender, self._encode(sender, args, kwargs), 0)
 
     def rref(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call with distributed tensors, and get distributed tensors."""
-        raise NotImplementedError("rref needs distributed tensors, which are planned; this version has none")
+        """Call all members, with distributed tensors among the arguments, and get distributed tensors, at once.
+
+        The shapes come from the endpoint's `propagate`. Needs torch, and actors on all processes of the active mesh.
+        """
+        from monarch.mesh.tensor import interop
+
+        result: R = interop.rref(self, args, kwargs)
+        return result
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         name = self._spec.name

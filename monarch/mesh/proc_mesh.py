@@ -23,6 +23,8 @@ from monarch.mesh.view import MeshView, overridable
 
 if TYPE_CHECKING:
     from monarch.mesh.host_mesh import HostMesh
+    from monarch.mesh.tensor.dispatch import Activation
+    from monarch.mesh.tensor.handle import Tensor
 
 A = TypeVar("A", bound=Actor)
 P = ParamSpec("P")
@@ -79,11 +81,16 @@ class ProcMesh(MeshView):
         self._region = region
         self._owned = owned
         self._setup = setup
+        self._root: ProcMesh = self  # what this is a view of
+        self._engine: Any = None  # of distributed tensors, at the root (`monarch.mesh.tensor.engine`)
 
     def _with_region(self, region: Region) -> ProcMesh:
         positions = self._region._slice
         setup = None if self._setup is None else self._setup._with_region(region)
-        return ProcMesh(self._name, [self._procs[positions.index(base)] for base in region._slice], region, None, setup)
+        procs = [self._procs[positions.index(base)] for base in region._slice]
+        view = ProcMesh(self._name, procs, region, None, setup)
+        view._root = self._root
+        return view
 
     def _member(self, position: int) -> ProcMesh:
         """One process, as a mesh of no dimensions."""
@@ -205,16 +212,32 @@ class ProcMesh(MeshView):
         (proc,) = self._procs
         return HostMesh._of_host(proc.keeper or proc)
 
-    # ---- later
+    # ---- distributed tensors
 
-    def activate(self) -> Any:
-        raise NotImplementedError("distributed tensors are planned; this version has no tensor engine")
+    def activate(self) -> Activation:
+        """Run torch operators of this thread on these processes: `with procs.activate(): ...`.
 
-    def rank_tensor(self, dim: str) -> Any:
-        raise NotImplementedError("distributed tensors are planned; this version has no tensor engine")
+        In force from this call on, until the `with` block is left. The first call spawns the workers.
+        """
+        from monarch.mesh.tensor import dispatch
 
-    def rank_tensors(self) -> Any:
-        raise NotImplementedError("distributed tensors are planned; this version has no tensor engine")
+        return dispatch.activate(self)
+
+    def rank_tensor(self, dim: str) -> Tensor:
+        """A distributed tensor that holds each process's coordinate.
+
+        Raises:
+            KeyError: no such dimension.
+        """
+        from monarch.mesh.tensor import collectives
+
+        return collectives.rank_tensor(self, dim)
+
+    def rank_tensors(self) -> dict[str, Tensor]:
+        """`rank_tensor` of every dimension."""
+        return {label: self.rank_tensor(label) for label in self._region._labels}
+
+    # ---- output
 
     async def logging_option(
         self, stream_to_client: bool = False, aggregate_window_sec: int | None = None, level: int = logging.INFO

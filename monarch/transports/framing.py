@@ -136,7 +136,9 @@ class FrameDecoder:
         if self._filled_bytes < len(self.filling):
             return []
         self.filling = None
-        return self.feed(b"")
+        frames: list[Frame] = []
+        self._decode(b"", 0, frames)
+        return frames
 
     def feed(self, data: bytes) -> list[Frame]:
         """Take `data` in and return the frames it completes, oldest first.
@@ -158,13 +160,16 @@ class FrameDecoder:
         elif self.pending:
             data = self.pending + data
             self.pending = b""
+        self._decode(data, pos, frames)
+        return frames
+
+    def _decode(self, data: bytes, pos: int, frames: list[Frame]) -> None:
         try:
             self._cut(data, pos, frames)
         except RemoteProtocolError as error:
             if not frames:
                 raise
             self.broken = error
-        return frames
 
     def _cut(self, data: bytes, pos: int, frames: list[Frame]) -> None:
         end = len(data)

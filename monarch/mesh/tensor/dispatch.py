@@ -1,0 +1,292 @@
+"""Operators under an active mesh: what goes to its workers, what stays here, and what is wrong.
+
+An operator with distributed tensors among its arguments goes to their workers. One with no tensor at all, a factory,
+makes a distributed tensor on the active mesh. One that has only local tensors is ordinary torch, and stays local.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from monarch.mesh.tensor.commands import Hole
+from monarch.mesh.tensor.engine import Lane, Place, engine_of, forget_templates, next_number
+from monarch.mesh.tensor.errors import format_stack, stack_of
+from monarch.mesh.tensor.handle import Ref, Tensor
+from monarch.mesh.tensor.propagation import Plan, plan
+from monarch.mesh.tensor.streams import get_active_stream
+
+if TYPE_CHECKING:
+    from monarch.mesh.proc_mesh import ProcMesh
+
+_MOST_PLANS: Final = 16384
+_plans: dict[tuple[Any, ...], Plan] = {}
+_DETACH: Final = torch.ops.aten.detach.default
+_META: Final = torch.device("meta")
+
+
+class _Active(threading.local):
+    """What is active in this thread, innermost last; None stands for `no_mesh`."""
+
+    def __init__(self) -> None:
+        self.meshes: list[Activation] = []
+        self.mode: _Mode | None = None
+
+
+_active = _Active()
+
+
+class _Mode(TorchDispatchMode):  # type: ignore[misc]
+    """Hands every operator of the thread to `dispatch`."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return dispatch(func, args, kwargs or {})
+
+
+class Activation:
+    """What `activate()` gives: in force since the call, ended by leaving the `with` block."""
+
+    def __init__(self, mesh: ProcMesh | None) -> None:
+        self.mesh = mesh
+        self._engine = None if mesh is None else engine_of(mesh)
+        self.lane = None if mesh is None or self._engine is None else self._engine.lane(mesh)
+        if not _active.meshes:
+            _active.mode = _Mode()
+            _active.mode.__enter__()
+        _active.meshes.append(self)
+
+    def __enter__(self) -> ProcMesh | None:
+        return self.mesh
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        _active.meshes.remove(self)
+        if not _active.meshes:
+            mode, _active.mode = _active.mode, None
+            assert mode is not None
+            mode.__exit__(None, None, None)
+        if self._engine is not None and kind is None and not self._engine.coalescing:
+            self._engine.flush()
+
+
+class NoMesh:
+    """`with no_mesh.activate():` torch is ordinary torch inside."""
+
+    def activate(self) -> Activation:
+        return Activation(None)
+
+
+no_mesh = NoMesh()
+
+
+def activate(mesh: ProcMesh) -> Activation:
+    """See `ProcMesh.activate`."""
+    return Activation(mesh)
+
+
+def active_mesh() -> ProcMesh | None:
+    return _active.meshes[-1].mesh if _active.meshes else None
+
+
+def get_active_mesh() -> ProcMesh:
+    """Raises: ValueError, when no mesh is active."""
+    mesh = active_mesh()
+    if mesh is None:
+        raise ValueError("no mesh is active: use `with mesh.activate():`")
+    return mesh
+
+
+def active_place() -> Place:
+    """Where factories and remote functions run. Raises: ValueError, when no mesh is active."""
+    get_active_mesh()
+    lane = _active.meshes[-1].lane
+    assert lane is not None
+    return lane.place(get_active_stream())
+
+
+@contextmanager
+def plain_torch() -> Iterator[None]:
+    """Torch is ordinary torch inside, for code of ours."""
+    if not _active.meshes:
+        yield
+        return
+    activation = Activation(None)
+    try:
+        yield
+    finally:
+        activation.__exit__(None)
+
+
+# ---- the way of an operator
+
+
+def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Issue an operator; returns handles for its results."""
+    key: list[Any] = [func]
+    refs: list[Ref] = []
+    varying: list[float] = []
+    tensors: list[Any] = []  # all of them, local ones too
+    _survey(args, key, refs, varying, tensors)
+    for name, value in kwargs.items():
+        key.append(name)
+        _survey((value,), key, refs, varying, tensors)
+    if not refs:
+        if tensors or not _makes_tensors(func) or _stays_here(kwargs):
+            return func(*args, **kwargs)
+        place = active_place()
+        key += (torch.get_default_dtype(), *varying)
+        varying = []
+    else:
+        place = refs[0].place
+        suspect = len(refs) != len(tensors) or place.stream is not get_active_stream()
+        for ref in refs:
+            if ref.place is not place or ref.dropped is not None or ref.base is not None or ref.borrowed:
+                suspect = True
+        if suspect:
+            refuse_wrong(func, tensors)
+        if func is _DETACH:
+            return Tensor(refs[0])
+    found = _plans.get(tuple(key))
+    if found is None:
+        found = _planned(tuple(key), func, args, kwargs, refs, varying)
+    if found.mutates:
+        for at in found.mutates:
+            if refs[at].borrow is not None or refs[at].borrowed:
+                refuse_wrong(func, tensors, [tensors[each] for each in found.mutates])
+    lane = place.lane
+    if found.number not in lane.templates:
+        lane.define_template(found.number, found.template)
+    numbers = [ref.number for ref in refs]
+    stack = stack_of(sys._getframe(1))
+    if found.single is not None:
+        number = lane.engine.new()
+        lane.append((found.number, *numbers, *[(x,) for x in varying], number), stack)
+        return Tensor(Ref(number, place, found.single))
+    number = lane.engine.new(found.new) if found.new else 0
+    lane.append((found.number, *numbers, *[(x,) for x in varying], number), stack)
+    results: list[Any] = []
+    for each in found.results:
+        if each is None:
+            results.append(None)
+        elif isinstance(each, int):
+            results.append(tensors[each])
+        else:
+            results.append(Tensor(Ref(number, place, each)))
+            number += 1
+    return pytree.tree_unflatten(results, found.spec)
+
+
+def _survey(
+    args: Sequence[Any], key: list[Any], refs: list[Ref], varying: list[float] | None, tensors: list[Any]
+) -> None:
+    """Add to `key` what the plan depends on; numbers that it does not depend on go to `varying`."""
+    for arg in args:
+        kind = type(arg)
+        if kind is Tensor:
+            ref = arg._ref
+            refs.append(ref)
+            tensors.append(arg)
+            key.append(ref.meta)
+        elif kind is float and varying is not None:
+            varying.append(arg)
+            key.append(float)
+        elif kind is list or kind is tuple:
+            key.append(len(arg))
+            _survey(arg, key, refs, None, tensors)
+        elif isinstance(arg, torch.Tensor):
+            tensors.append(arg)
+        elif isinstance(arg, torch.Generator):
+            raise TypeError("a Generator of the controller is no use to the workers: seed them by a remote function")
+        else:
+            key.append(kind)
+            key.append(arg)
+
+
+@functools.cache
+def _makes_tensors(func: Any) -> bool:
+    """Whether an operator gives tensors; those of the profiler, for instance, do not."""
+    return any("Tensor" in str(result.type) for result in func._schema.returns)
+
+
+def _stays_here(kwargs: dict[str, Any]) -> bool:
+    return active_mesh() is None or kwargs.get("device") == _META
+
+
+def _planned(
+    key: tuple[Any, ...], func: Any, args: Any, kwargs: dict[str, Any], refs: list[Ref], varying: list[float]
+) -> Plan:
+    tensors, numbers = itertools.count(), itertools.count(len(refs))
+
+    def holed(value: Any, inside: bool = False) -> Any:
+        """In the order of `_survey`."""
+        kind = type(value)
+        if kind is Tensor:
+            return Hole(next(tensors))
+        if kind is float and varying and not inside:
+            return Hole(next(numbers))
+        if kind is list or kind is tuple:
+            return kind([holed(each, True) for each in value])
+        return value
+
+    holed_args = [holed(each) for each in args]
+    holed_kwargs = {name: holed(each) for name, each in kwargs.items()}
+    if not refs:
+        holed_kwargs = _complete(func, holed_kwargs)
+    found = plan(next_number(), func, holed_args, holed_kwargs, [ref.meta for ref in refs], len(varying))
+    if len(_plans) >= _MOST_PLANS:
+        _plans.clear()
+        forget_templates()
+    _plans[key] = found
+    return found
+
+
+def _complete(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The controller's default dtype counts, not that of the workers."""
+    takes = any(argument.name == "dtype" for argument in func._schema.arguments)
+    inferred = func._schema.name in ("aten::arange", "aten::full", "aten::scalar_tensor")
+    if takes and kwargs.get("dtype") is None and not inferred:
+        return {**kwargs, "dtype": torch.get_default_dtype()}
+    return kwargs
+
+
+def refuse_wrong(what: Any, tensors: Sequence[Any], mutated: Sequence[Any] = (), *, grad: bool = True) -> None:
+    """Raises: TypeError, with a reason for each argument that is wrong. `grad`: whether autograd may follow."""
+    handles = [tensor for tensor in tensors if type(tensor) is Tensor]
+    lanes = [tensor._ref.place.lane for tensor in handles]
+    mesh = active_mesh()
+    lane = next((each for each in lanes if mesh is not None and each.mesh == mesh), lanes[0] if lanes else None)
+    reasons = []
+    for at, tensor in enumerate(tensors):
+        reason = _wrong(tensor, lane, any(tensor is each for each in mutated), grad)
+        if reason:
+            reasons.append(f"  tensor {at}, of shape {tuple(tensor.shape)}: {reason}")
+    if reasons:
+        lines = "\n".join(reasons)
+        raise TypeError(f"Incorrect arguments to monarch operation {what}:\n{lines}")
+
+
+def _wrong(tensor: Any, lane: Lane | None, mutated: bool, grad: bool) -> str:
+    if type(tensor) is not Tensor:
+        return "LOCAL_TENSOR: a tensor of this process alone; send it to the workers by a remote function"
+    ref = tensor._ref
+    if lane is not None and ref.place.lane is not lane:
+        return f"WRONG_MESH: it is on {dict(tensor.mesh.sizes)}, others are on {dict(lane.mesh.sizes)}; use to_mesh"
+    if (dropped := ref.dropped_at()) is not None:
+        return f"DROPPED: its shards were freed here:\n{format_stack(dropped)}"
+    if ref.place.stream is not get_active_stream():
+        return f"WRONG_STREAM: it belongs to {ref.place.stream}, active is {get_active_stream()}; borrow it"
+    if ref.mutably or (mutated and ref.borrowed):
+        return "BORROWED: another stream has borrowed it; drop the borrow first"
+    if mutated and ref.borrow is not None and not ref.borrow.mutable:
+        return "MUTATING_BORROW: it was borrowed without mutable=True"
+    if not grad and tensor.requires_grad and torch.is_grad_enabled():
+        return "REQUIRES_GRAD: autograd cannot follow here; use detach(), torch.no_grad() or grad_function"
+    return ""

@@ -1,0 +1,366 @@
+"""The controller's end of the workers of one mesh: numbers, batches, how far ahead it may run, and failures.
+
+Commands for the same workers go through a *lane*, in batches of up to `BATCH`, which leave when somebody waits for a
+result, when the workers are idle, or when a batch is full. Lanes that share a worker never hold commands at the same
+time: whoever appends to one sends the others first, so each worker gets all of its commands in the controller's order.
+
+A worker answers each batch with the failures in it. At most `AHEAD` batches of a lane are unanswered: then the
+controller waits. Where commands were issued is remembered until their batch is answered.
+
+An engine is used by one thread at a time: the one that activated the mesh.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from monarch.core.future import Future, Outcome
+from monarch.errors import ActorError, SupervisionError
+from monarch.mesh.context import context
+from monarch.mesh.shape import Region
+from monarch.mesh.tensor.commands import Failure, Function, Meeting, Op, Template, View
+from monarch.mesh.tensor.errors import DeviceException, RemoteException, Stack, format_stack, stack_of
+from monarch.mesh.tensor.groups import dist
+from monarch.mesh.tensor.handle import Ref, Tensor
+from monarch.mesh.tensor.metadata import Meta
+from monarch.mesh.tensor.slots import Depot
+from monarch.mesh.tensor.worker import Worker
+
+if TYPE_CHECKING:
+    from monarch.mesh.actor_mesh import ActorMesh
+    from monarch.mesh.proc_mesh import ProcMesh
+    from monarch.mesh.tensor.streams import Stream
+
+R = TypeVar("R")
+BATCH: Final = 128
+FEWEST: Final = 16
+"""A batch leaves before it is full when the workers are idle and it has so many."""
+AHEAD: Final = 32
+_FAILURES: Final = 1000
+
+
+class Place:
+    """Where tensors live: the workers of a lane, and a stream. One object for each pair."""
+
+    __slots__ = ("lane", "stream")
+
+    def __init__(self, lane: Lane, stream: Stream) -> None:
+        self.lane, self.stream = lane, stream
+
+
+class _Sent:
+    """A batch that is on its way: its number of commands, and where they were issued."""
+
+    __slots__ = ("answer", "first", "stacks")
+
+    def __init__(self, answer: Future[Any], first: int, stacks: list[Stack]) -> None:
+        self.answer, self.first, self.stacks = answer, first, stacks
+
+
+class Lane:
+    """Commands for the same workers. See the module."""
+
+    def __init__(self, engine: Engine, number: int, mesh: ProcMesh) -> None:
+        self.engine, self.number, self.mesh = engine, number, mesh
+        self.region = region = engine.place_of(mesh)
+        self.ranks = tuple(region._slice)  # of the workers
+        workers = engine.workers._with_region(region)
+        self.workers: ActorMesh[Any] = workers
+        self._execute: Callable[..., Future[Any]] = workers.execute.call_settled
+        self.commands: list[tuple[Any, ...]] = []
+        self.freed: list[int] = []
+        self.known: set[int] = set()  # functions and graphs that the workers have, by number
+        self.templates: set[int] = set()  # and templates
+        self.shared: list[Lane] = []  # lanes that have workers of this one
+        self._stacks: list[Stack] = []
+        self._definitions: list[tuple[int, Any]] = [(number, View(region))]
+        self._issued = 0
+        self._sent: deque[_Sent] = deque()
+        self.places: dict[Stream, Place] = {}
+
+    def place(self, stream: Stream) -> Place:
+        found = self.places.get(stream)
+        if found is None:
+            found = self.places[stream] = Place(self, stream)
+        return found
+
+    def define(self, number: int, what: Any) -> None:
+        """Tell the workers once what a number means, before the next command."""
+        if number not in self.known:
+            self.known.add(number)
+            self._definitions.append((number, what))
+
+    def define_template(self, number: int, template: Template) -> None:
+        self.templates.add(number)
+        self._definitions.append((number, template))
+
+    def append(self, command: tuple[Any, ...], stack: Stack) -> None:
+        """The next command. `stack` is where it was issued."""
+        for other in self.shared:
+            if other.commands:
+                other.flush()
+        commands = self.commands
+        if self.freed:
+            self._append_freed(stack)
+        commands.append(command)
+        self._stacks.append(stack)
+        recorder = self.engine.recorder
+        if recorder is not None:
+            recorder(self, command)
+        if len(commands) >= FEWEST and not self.engine.coalescing:
+            sent = self._sent
+            if len(commands) >= BATCH or not sent or sent[-1].answer.done():
+                self.flush()
+
+    def _append_freed(self, stack: Stack) -> None:
+        freed, self.freed = self.freed, []
+        command = (int(Op.FREE), *freed)
+        self.commands.append(command)
+        self._stacks.append(stack)
+        if self.engine.recorder is not None:
+            self.engine.recorder(self, command)
+
+    def flush(self) -> None:
+        """Send what is there; waits while the workers are too far behind.
+
+        Raises:
+            DeviceException: a worker is gone.
+        """
+        engine = self.engine
+        engine.refuse_lost()
+        if self.freed:
+            if not self.commands:
+                for other in self.shared:
+                    if other.commands:
+                        other.flush()
+            self._append_freed(())
+        if not self.commands:
+            return
+        commands, stacks, definitions = self.commands, self._stacks, self._definitions
+        self.commands, self._stacks, self._definitions = [], [], []
+        first = self._issued
+        self._issued += len(commands)
+        batch = pickle.dumps((definitions, commands), 5)
+        answer = self._execute(self.number, first, batch)
+        answer._on_done(lambda: engine.answered(answer))
+        self._sent.append(_Sent(answer, first, stacks))
+        while len(self._sent) > AHEAD or (self._sent and self._sent[0].answer.done()):
+            self._settle(self._sent.popleft())
+
+    def _settle(self, sent: _Sent) -> None:
+        """Take the answer to a batch; where it tells of failures, keep where the commands were issued."""
+        for failed in sent.answer.get().values():
+            if isinstance(failed, BaseException):
+                raise self.engine.lost_by(failed) from failed
+            for number in failed or ():
+                if len(self.engine.failures) < _FAILURES:
+                    self.engine.failures[self.number, number] = sent.stacks[number - sent.first]
+
+    def stack(self, number: int) -> Stack:
+        """Where a command was issued that has failed."""
+        for sent in self._sent:
+            if sent.first <= number < sent.first + len(sent.stacks):
+                return sent.stacks[number - sent.first]
+        return self.engine.failures.get((self.number, number), ())
+
+
+class Engine:
+    """The workers of a mesh, for one controller."""
+
+    def __init__(self, root: ProcMesh) -> None:
+        from monarch.mesh.tensor import interop
+
+        interop.install()
+        _engines.add(self)
+        self.root = root
+        self.ranks = {proc.key: rank for rank, proc in enumerate(root._procs)}  # by process
+        self.depots: ActorMesh[Any] = root.spawn("tensor_depots", Depot)  # type: ignore[assignment]
+        self.workers: ActorMesh[Any] = root.spawn("tensor_workers", Worker, self.depots)  # type: ignore[assignment]
+        self.lanes: dict[Region, Lane] = {}
+        self.by_number: dict[int, Lane] = {}
+        self.failures: dict[tuple[int, int], Stack] = {}
+        self.recorder: Callable[[Lane, tuple[Any, ...]], None] | None = None
+        self.coalescing = 0
+        self.lost: BaseException | None = None
+        self._numbers = itertools.count(1)
+        self._waiting: weakref.WeakSet[Future[Any]] = weakref.WeakSet()
+        self._functions: weakref.WeakKeyDictionary[Any, tuple[int, Function]] = weakref.WeakKeyDictionary()
+        self._store: Any = None
+        self._meeting: Meeting | None = None
+
+    def place_of(self, mesh: ProcMesh) -> Region:
+        """The region of the actor meshes of this engine, whose ranks count from 0, that a view of the root means."""
+        from monarch.mesh.slice import Slice
+
+        root = self.root._region._slice
+        if root == Slice.new_row_major(root._sizes):
+            return mesh._region
+        # A reference to a part of a mesh, as the root: its base ranks have gaps, and those of its actors have not.
+        if mesh._region == self.root._region:
+            return Region(self.root._region.labels, Slice.new_row_major(root._sizes))
+        raise NotImplementedError(
+            "views of a received part of a mesh are planned for tensors: activate the whole of it"
+        )
+
+    def lane(self, mesh: ProcMesh) -> Lane:
+        found = self.lanes.get(mesh._region)
+        if found is None:
+            self.refuse_lost()
+            found = Lane(self, next(_numbers), mesh)
+            for other in self.lanes.values():
+                if not set(other.ranks).isdisjoint(found.ranks):
+                    other.shared.append(found)
+                    found.shared.append(other)
+            self.lanes[mesh._region] = self.by_number[found.number] = found
+        return found
+
+    def new(self, count: int = 1) -> int:
+        """The first of `count` numbers for tensors that follow each other."""
+        first = next(self._numbers)
+        for _ in range(count - 1):
+            next(self._numbers)
+        return first
+
+    def result(self, place: Place, meta: Meta, number: int) -> Tensor:
+        return Tensor(Ref(number, place, meta))
+
+    def flush(self) -> None:
+        """Send all commands that wait."""
+        for lane in self.lanes.values():
+            if lane.commands or lane.freed:
+                lane.flush()
+
+    @contextmanager
+    def coalesced(self) -> Iterator[None]:
+        """Commands of the block leave together, at its end."""
+        self.coalescing += 1
+        try:
+            yield
+        finally:
+            self.coalescing -= 1
+            if not self.coalescing:
+                self.flush()
+
+    # ---- results, and failures
+
+    def ask(self, future: Future[Any], convert: Callable[[Any], R]) -> Future[R]:
+        """A future of `convert(answer)`. It fails at once when a worker is lost."""
+        driver = context().actor_instance.proc_runtime.driver
+        result: Future[R] = Future._pending(driver, call=future._call)
+
+        def convert_answer() -> R:
+            try:
+                answer = future.get(0)
+            except SupervisionError as error:
+                raise self.lost_by(error) from error
+            return convert(answer)
+
+        self._waiting.add(result)
+        future._on_done(lambda: result._complete(convert_answer))
+        if self.lost is not None:
+            result._fail(self.lost_by(self.lost))
+        return result
+
+    def value(self, answer: Any) -> Any:
+        """What a worker answered, or raises what it says of a failure."""
+        if isinstance(answer, Failure):
+            raise Outcome(self.failed(answer))
+        return answer
+
+    def failed(self, failure: Failure) -> RemoteException:
+        lane = self.by_number.get(failure.lane)
+        stack = lane.stack(failure.number) if lane is not None else ()
+        return RemoteException(failure.what, format_stack(stack), failure.trace, failure.worker)
+
+    def answered(self, answer: Future[Any]) -> None:
+        """A batch came back; runs on the driving thread."""
+        try:
+            outcomes = list(answer.get(0).values())
+        except BaseException as error:
+            outcomes = [error]
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                self.lost_by(outcome)
+
+    def lost_by(self, error: BaseException) -> BaseException:
+        """A worker is gone: all who wait hear of it, for what they wait for may never come."""
+        if isinstance(error, ActorError):
+            return error
+        if self.lost is None:
+            self.lost = error
+        lost = error if isinstance(error, DeviceException) else DeviceException(f"a tensor worker is gone: {error}")
+        for future in list(self._waiting):
+            future._fail(lost)
+        return lost
+
+    def refuse_lost(self) -> None:
+        """Raises: DeviceException, when a worker is gone."""
+        if self.lost is not None:
+            raise self.lost_by(self.lost) from self.lost
+
+    # ---- what workers must know
+
+    def meeting(self) -> Meeting:
+        """The store at which workers find each other. It listens on the loopback device, from the first use on."""
+        if self._meeting is None:
+            import secrets
+
+            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            self._meeting = Meeting("127.0.0.1", self._store.port, secrets.token_hex(16))
+        return self._meeting
+
+    def function(self, function: Any) -> tuple[int, Function]:
+        """The number of a function of the user's, and how it travels."""
+        from monarch.core import codec
+
+        try:
+            found = self._functions.get(function)
+        except TypeError:  # no weak reference to it, or no hash
+            found = None
+        if found is None:
+            found = (next(_numbers), Function([bytes(part) for part in codec.encode(function)]))
+            try:
+                self._functions[function] = found
+            except TypeError:
+                pass
+        return found
+
+
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+_numbers = itertools.count(1)
+"""Of lanes, templates, functions and graphs: one series for all of them."""
+
+
+def next_number() -> int:
+    return next(_numbers)
+
+
+def forget_templates() -> None:
+    """The plans that know of the templates are gone; so that workers do not keep them for ever."""
+    for engine in _engines:
+        for lane in engine.lanes.values():
+            if lane.templates and engine.lost is None:
+                lane.append((int(Op.FORGET), *lane.templates), ())
+                lane.templates.clear()
+
+
+def engine_of(mesh: ProcMesh) -> Engine:
+    """The engine of the mesh that `mesh` is a view of; its workers are spawned by the first call."""
+    root: Any = mesh._root
+    engine: Engine | None = root._engine
+    if engine is None:
+        root._refuse_stopped()
+        engine = root._engine = Engine(root)
+    return engine
+
+
+def here(depth: int = 2) -> Stack:
+    """Where the function that calls this was called from."""
+    return stack_of(sys._getframe(depth))

@@ -1,0 +1,78 @@
+"""Values from the workers: what the controller waits for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils import _pytree as pytree
+
+from monarch.core.future import Future
+from monarch.mesh.tensor.dispatch import plain_torch, refuse_wrong
+from monarch.mesh.tensor.engine import Lane
+from monarch.mesh.tensor.handle import Tensor
+
+
+def worker_of(lane: Lane, shard: dict[str, int] | None, coordinates: dict[str, int]) -> Any:
+    """One worker of a lane, as a mesh of no dimensions: that at the coordinates, or the first.
+
+    Raises:
+        TypeError, IndexError: the mesh has no such dimension, or it is smaller.
+    """
+    wanted = {**(shard or {}), **coordinates}
+    at = {label: wanted.pop(label, 0) for label in lane.region._labels}
+    return lane.workers.slice(**at, **wanted)
+
+
+def fetch_shard(
+    obj: Any, shard: dict[str, int] | None = None, preprocess: Any = None, **coordinates: int
+) -> Future[Any]:
+    """One worker's shards, as tensors of the CPU of this process.
+
+    Args:
+        obj: a distributed tensor, or a structure (lists, dicts, ...) of some, all on one mesh.
+        shard: coordinates of the worker; those that are not given, here or by keyword, are 0.
+        preprocess: a remote function that is applied to `obj` there, first.
+
+    Raises:
+        TypeError: wrong tensors, or no such dimension.
+        NotImplementedError: inside a coalescing block.
+        The future: RemoteException, when it could not be computed; DeviceException, when a worker is gone.
+    """
+    if preprocess is not None:
+        from monarch.mesh.tensor.remote import call_on_shard_and_fetch
+
+        return call_on_shard_and_fetch(preprocess, obj, shard={**(shard or {}), **coordinates})
+    leaves, spec = pytree.tree_flatten(obj)
+    places = [at for at, leaf in enumerate(leaves) if type(leaf) is Tensor]
+    tensors = [leaves[at] for at in places]
+    if not tensors:
+        return Future._completed(obj)
+    with tensors[0]._ref.place.stream.activate():
+        refuse_wrong("fetch_shard", tensors)
+    lane = tensors[0]._ref.place.lane
+    engine = lane.engine
+    if engine.coalescing:
+        raise NotImplementedError("fetching inside a coalescing block: fetch after it")
+    worker = worker_of(lane, shard, coordinates)
+    engine.flush()
+
+    def arrange(answer: Any) -> Any:
+        for at, value in zip(places, engine.value(answer), strict=True):
+            leaves[at] = value
+        return pytree.tree_unflatten(leaves, spec)
+
+    with plain_torch():
+        return engine.ask(worker.fetch.call_one([tensor._ref.number for tensor in tensors]), arrange)
+
+
+def inspect(obj: Any, shard: dict[str, int] | None = None, **coordinates: int) -> Any:
+    """The result of `fetch_shard`: waits for it."""
+    future = fetch_shard(obj, shard, **coordinates)
+    with plain_torch():
+        return future.result()
+
+
+def show(obj: Any, shard: dict[str, int] | None = None, **coordinates: int) -> None:
+    """Print `inspect`, with the coordinates of the shard."""
+    where = {**(shard or {}), **coordinates} or "the first worker"
+    print(f"{where}: {inspect(obj, shard, **coordinates)}")

@@ -1,0 +1,241 @@
+"""Collectives among workers, in groups of torch.distributed, each made once and used again: over gloo for tensors of
+the CPU, and NCCL for those of CUDA devices.
+
+A worker whose input could not be computed takes part all the same, with zeros and a mark that says so, because the
+others wait for it; each member then has a failure as its result. Where all members reduce into one buffer, the mark is
+one more element of it; elsewhere it is exchanged first.
+
+What gloo cannot reduce (bits, booleans, complex numbers) is gathered, and reduced by each member in the order of ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+import torch.distributed
+from attrs import define
+
+from monarch.mesh.tensor.commands import Meeting
+from monarch.mesh.tensor.metadata import Meta
+
+dist: Any = torch.distributed
+
+TIMEOUT_S: Final = 300
+REDUCTIONS: Final = ("stack", "sum", "avg", "product", "min", "max", "band", "bor", "bxor")
+
+_NATIVE: Final = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.SUM,
+    "product": dist.ReduceOp.PRODUCT,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+}
+_NATIVE_DTYPES: Final = frozenset(
+    (torch.float32, torch.float64, torch.float16, torch.int8, torch.uint8, torch.int32, torch.int64)
+)
+_FOLDS: Final[dict[str, Callable[[Any, Any], Any]]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}
+_MARKS: Final = {"min": (1, 0), "product": (1, 0)}
+"""By reduction: the mark of a member that is well, and of one that failed. Otherwise 0 and 1."""
+_ALIGNED_BYTES: Final = 16
+
+
+@define(frozen=True)
+class Reduction:
+    """What to do with the shards of a tensor.
+
+    Attributes:
+        dims: of the mesh; members that differ in these alone are a group, in row-major order.
+        meta: of the input.
+    """
+
+    dims: tuple[str, ...]
+    how: str
+    scatter: bool
+    meta: Meta
+
+
+class MemberFailed(Exception):
+    """Another member of the group had no input."""
+
+    def __init__(self) -> None:
+        super().__init__("the input of another member of the reduction could not be computed")
+
+
+class Pending:
+    """A result that is still on its way, while the worker goes on."""
+
+    __slots__ = ("_finish",)
+
+    def __init__(self, finish: Callable[[], torch.Tensor]) -> None:
+        self._finish = finish
+
+    def get(self) -> torch.Tensor:
+        """Raises: MemberFailed."""
+        return self._finish()
+
+
+class Groups:
+    """Those of one worker, by their members' ranks."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._store: Any = None
+        self._secret = ""
+        self._groups: dict[tuple[tuple[int, ...], str], Group] = {}
+
+    def meet_at(self, meeting: Meeting) -> None:
+        if self._store is None:
+            self._store = dist.TCPStore(meeting.host, meeting.port, is_master=False, wait_for_workers=False)
+            self._secret = meeting.secret
+
+    def of(self, ranks: tuple[int, ...], device: str = "cpu", name: str = "") -> Group:
+        """The group of these workers; all of them ask for it, or it is never complete."""
+        found = self._groups.get((ranks, device + name))
+        if found is None:
+            prefix = f"{self._secret}/{device}{name}/{','.join(map(str, ranks))}"
+            store = dist.PrefixStore(prefix, self._store)
+            found = self._groups[ranks, device + name] = Group(ranks.index(self._rank), len(ranks), store, device)
+        return found
+
+
+def _make(store: Any, rank: int, size: int, device: str) -> Any:
+    if device == "cuda":
+        return dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._timeout = timedelta(seconds=TIMEOUT_S)
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+class Group:
+    """Some workers that reduce together."""
+
+    def __init__(self, rank: int, size: int, store: Any, device: str) -> None:
+        self.rank, self.size = rank, size
+        self.backend = _make(store, rank, size, device)
+
+    def reduce(self, shard: torch.Tensor | None, reduction: Reduction) -> torch.Tensor | Pending:
+        """The result for this member. `shard` is None where it could not be computed.
+
+        Raises:
+            MemberFailed: that was so at another member.
+        """
+        meta, how = reduction.meta, reduction.how
+        native = how in _NATIVE and meta.dtype in _NATIVE_DTYPES
+        if not reduction.scatter and native:
+            return self._all_reduce(shard, meta, how)
+        if how == "stack":
+            return self._exchange(shard, meta) if reduction.scatter else torch.stack(self._gather(shard, meta))
+        if native:
+            return self._reduce_scatter(shard, meta, how)
+        pieces = self._gather(shard, meta)
+        if reduction.scatter:
+            pieces = [piece[self.rank] for piece in pieces]
+        result = functools.reduce(_FOLDS[how], pieces)
+        return self._averaged(result) if how == "avg" else result
+
+    def _averaged(self, total: torch.Tensor) -> torch.Tensor:
+        rounding = None if total.is_floating_point() or total.is_complex() else "floor"
+        return total.div_(self.size, rounding_mode=rounding)
+
+    def _all_reduce(self, shard: torch.Tensor | None, meta: Meta, how: str) -> Pending:
+        well, failed = _MARKS.get(how, (0, 1))
+        buffer = torch.empty(_count(meta) + 1, dtype=meta.dtype, device=meta.device)
+        value = buffer[:-1].view(meta.shape)
+        if shard is None:
+            buffer.zero_()
+        else:
+            value.copy_(shard)
+        buffer[-1] = failed if shard is None else well
+        options = dist.AllreduceOptions()
+        options.reduceOp = _NATIVE[how]
+        work = self.backend.allreduce([buffer], options)
+
+        def finish() -> torch.Tensor:
+            work.wait()
+            if buffer[-1] != well:
+                raise MemberFailed
+            return self._averaged(value) if how == "avg" else value
+
+        return Pending(finish)
+
+    def _agree(self, shard: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+        """The shard, once all members have said that they have one."""
+        mark = torch.tensor([0 if shard is not None else 1], dtype=torch.int32, device=device)
+        self.backend.allreduce([mark], dist.AllreduceOptions()).wait()
+        if shard is None or mark.item():
+            raise MemberFailed
+        return shard
+
+    def _reduce_scatter(self, shard: torch.Tensor | None, meta: Meta, how: str) -> torch.Tensor:
+        whole = self._agree(shard, meta.device).contiguous()
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = _NATIVE[how]
+        result = torch.empty(meta.shape[1:], dtype=meta.dtype, device=meta.device)
+        if result.numel():
+            part = result.view(-1)  # gloo wants as many dimensions on both sides
+            self.backend._reduce_scatter_base(part, whole.clone().view(-1), options).wait()
+        return self._averaged(result) if how == "avg" else result
+
+    def _exchange(self, shard: torch.Tensor | None, meta: Meta) -> torch.Tensor:
+        """Piece i of each member's shard goes to member i, which has them in the order of the members then."""
+        whole = self._agree(shard, meta.device).contiguous()
+        result = torch.empty(meta.shape, dtype=meta.dtype, device=meta.device)
+        if result.numel():
+            sent, received = _bytes(whole), _bytes(result)
+            self.backend.alltoall_base(received, sent, [], [], dist.AllToAllOptions()).wait()
+        return result
+
+    def _gather(self, shard: torch.Tensor | None, meta: Meta) -> list[torch.Tensor]:
+        """All shards, in the order of the members; views of one buffer. Bytes travel, so that every dtype does."""
+        size = _count(meta) * meta.dtype.itemsize
+        room = (size // _ALIGNED_BYTES + 1) * _ALIGNED_BYTES
+        own = torch.zeros(room, dtype=torch.uint8, device=meta.device)
+        if shard is None:
+            own[-1] = 1
+        elif size:
+            own[:size].view(meta.dtype).view(meta.shape).copy_(shard)
+        every = torch.empty(room * self.size, dtype=torch.uint8, device=meta.device)
+        self.backend._allgather_base(every, own).wait()
+        if every[room - 1 :: room].any():
+            raise MemberFailed
+        rows = every.view(self.size, room)[:, :size]
+        return [row.view(meta.dtype).view(meta.shape) for row in rows]
+
+
+def _count(meta: Meta) -> int:
+    return functools.reduce(int.__mul__, meta.shape, 1)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+def result_meta(reduction: Reduction, size: int) -> tuple[int, ...]:
+    """The shape of the result, for groups of `size` members."""
+    shape = reduction.meta.shape
+    if reduction.how == "stack":
+        return shape if reduction.scatter else (size, *shape)
+    return shape[1:] if reduction.scatter else shape
+
+
+def members(sizes: Sequence[int], dims: Sequence[int], at: Sequence[int]) -> list[tuple[int, ...]]:
+    """The coordinates that differ from `at` in `dims` alone, row-major."""
+    found: list[tuple[int, ...]] = [()]
+    for dim, size in enumerate(sizes):
+        choices = range(size) if dim in dims else (at[dim],)
+        found = [(*head, each) for head in found for each in choices]
+    return found

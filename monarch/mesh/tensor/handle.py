@@ -1,0 +1,147 @@
+"""Distributed tensors, as the controller has them: handles without elements, of which a shard is on each process."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from monarch.mesh.tensor.errors import Stack, stack_of
+from monarch.mesh.tensor.metadata import Meta
+
+if TYPE_CHECKING:
+    from monarch.mesh.proc_mesh import ProcMesh
+    from monarch.mesh.tensor.engine import Place
+    from monarch.mesh.tensor.streams import Borrow, Stream
+
+
+class Ref:
+    """The number of a tensor's shards, and where they are. Once nobody has it any more, the shards are freed.
+
+    Attributes:
+        base: the ref whose shards these are too (a view of them on fewer workers); it frees them.
+        borrowed: how many borrows of it have not ended.
+        borrow: the borrow that this was made by.
+    """
+
+    __slots__ = ("base", "borrow", "borrowed", "dropped", "meta", "mutably", "number", "place")
+
+    def __init__(self, number: int, place: Place, meta: Meta, base: Ref | None = None) -> None:
+        self.number, self.place, self.meta, self.base = number, place, meta, base
+        self.dropped: Stack | None = None
+        self.borrowed = 0
+        self.mutably = False
+        self.borrow: Borrow | None = None
+
+    def drop(self, stack: Stack) -> None:
+        if self.dropped is None:
+            self.dropped = stack
+            if self.base is None:
+                self.place.lane.freed.append(self.number)
+
+    def dropped_at(self) -> Stack | None:
+        """Where it was dropped, if it was."""
+        return self.dropped if self.dropped is not None or self.base is None else self.base.dropped_at()
+
+    def __del__(self) -> None:
+        # Any thread, any time: appending to a list is all that may happen here.
+        if self.dropped is None and self.base is None:
+            self.place.lane.freed.append(self.number)
+
+
+class Tensor(torch.Tensor):
+    """A tensor of which each process of a mesh has a shard. Made by torch operators under an active mesh.
+
+    All shards have the same shape and dtype; the elements differ. What needs the elements (`item`, `bool`, `tolist`) is
+    an error here: use `fetch_shard` or `inspect`.
+    """
+
+    _ref: Ref
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, ref: Ref) -> Tensor:
+        meta = ref.meta
+        self: Tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            meta.shape,
+            strides=meta.stride,
+            storage_offset=meta.offset,
+            dtype=meta.dtype,
+            device=meta.device,
+        )
+        self._ref = ref
+        return self
+
+    def __init__(self, ref: Ref) -> None:
+        pass
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        from monarch.mesh.tensor.dispatch import dispatch
+
+        return dispatch(func, args, kwargs or {})
+
+    @property
+    def mesh(self) -> ProcMesh:
+        """The processes that have a shard."""
+        return self._ref.place.lane.mesh
+
+    @property
+    def stream(self) -> Stream:
+        return self._ref.place.stream
+
+    @property
+    def dropped(self) -> bool:
+        return self._ref.dropped_at() is not None
+
+    def drop(self) -> None:
+        """Free the shards now. Later use is a TypeError that names this line."""
+        self._ref.drop(stack_of(sys._getframe(1)))
+
+    def reduce(
+        self,
+        dims: Any = None,
+        reduction: str = "sum",
+        scatter: bool = False,
+        mesh: Any = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """See `monarch.reduce`."""
+        from monarch.mesh.tensor.collectives import reduce
+
+        return reduce(self, dims, reduction, scatter, mesh, out)
+
+    def reduce_(self, dims: Any = None, reduction: str = "sum", scatter: bool = False, mesh: Any = None) -> Tensor:
+        """See `monarch.reduce_`."""
+        from monarch.mesh.tensor.collectives import reduce_
+
+        return reduce_(self, dims, reduction, scatter, mesh)
+
+    def to_mesh(self, mesh: ProcMesh, stream: Stream | None = None) -> Tensor:
+        """See `monarch.to_mesh`."""
+        from monarch.mesh.tensor.collectives import to_mesh
+
+        moved: Tensor = to_mesh(self, mesh, stream)
+        return moved
+
+    def slice_mesh(self, **dims: Any) -> Tensor:
+        """See `monarch.slice_mesh`."""
+        from monarch.mesh.tensor.collectives import slice_mesh
+
+        part: Tensor = slice_mesh(self, **dims)
+        return part
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        dims = dict(self._ref.place.lane.mesh.sizes)
+        gone = ", dropped" if self.dropped else ""
+        return f"<distributed Tensor of shape {tuple(self.shape)}, {self.dtype}, over {dims}{gone}>"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"{self!r} stays with its controller; it can be an argument of a remote function, or of an endpoint of "
+            "actors on its mesh. Values travel by fetch_shard"
+        )

@@ -1,0 +1,67 @@
+"""Where threads and processes hand over values: named slots of a process, filled once, emptied once.
+
+Each process that tensors live on has a worker, which runs commands, and a depot, whose only work is to put what other
+processes send into slots, while the worker is busy or waits for just that.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any, Final
+
+from monarch.mesh.actor import Actor
+from monarch.mesh.context import context
+from monarch.mesh.endpoint import endpoint
+
+_ABANDONED: Final = 4096
+
+
+class Slots:
+    """Of one process. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._values: dict[int, Any] = {}
+        self._taken: dict[
+            int, None
+        ] = {}  # the last ones that were emptied, so that who comes late fills no slot for ever
+
+    def put(self, slot: int, value: Any, *, if_empty: bool = False) -> None:
+        """Fill a slot. With `if_empty`, a value that is there, or was, stays."""
+        with self._changed:
+            if if_empty and (slot in self._values or slot in self._taken):
+                return
+            self._values[slot] = value
+            self._changed.notify_all()
+
+    def take(self, slot: int) -> Any:
+        """Wait until the slot is filled, and empty it."""
+        with self._changed:
+            self._changed.wait_for(lambda: slot in self._values)
+            self._taken[slot] = None
+            if len(self._taken) > _ABANDONED:
+                del self._taken[next(iter(self._taken))]
+            return self._values.pop(slot)
+
+
+_slots: weakref.WeakKeyDictionary[Any, Slots] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def slots_here() -> Slots:
+    """The slots of the current actor's process."""
+    runtime = context().actor_instance.proc_runtime
+    with _lock:
+        found = _slots.get(runtime)
+        if found is None:
+            found = _slots[runtime] = Slots()
+        return found
+
+
+class Depot(Actor):
+    """Takes in what the workers of other processes, and the controller, put into slots of this one."""
+
+    @endpoint
+    def put(self, slot: int, value: Any, if_empty: bool = False) -> None:
+        slots_here().put(slot, value, if_empty=if_empty)

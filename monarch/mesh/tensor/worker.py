@@ -1,0 +1,426 @@
+"""The worker of a process: an actor that runs commands, in order, on the shards that it holds by number.
+
+What a command cannot compute is a `Failure`, in place of its results and of all that is computed from them; the worker
+goes on. Commands run without autograd, whose graph the controller has; functions of the user's may use it for
+themselves.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from monarch.core import codec, exceptions
+from monarch.mesh.actor import Actor
+from monarch.mesh.context import context, current_rank
+from monarch.mesh.endpoint import endpoint
+from monarch.mesh.shape import Region
+from monarch.mesh.slice import Slice
+from monarch.mesh.tensor.commands import (
+    NEW,
+    Failure,
+    Function,
+    Graph,
+    Hole,
+    Meeting,
+    Op,
+    Template,
+    fill,
+)
+from monarch.mesh.tensor.groups import Groups, MemberFailed, Pending, Reduction, members
+from monarch.mesh.tensor.metadata import Meta, meta_of
+from monarch.mesh.tensor.slots import Slots, slots_here
+
+if TYPE_CHECKING:
+    from monarch.mesh.actor_mesh import ActorMesh
+
+Command = tuple[Any, ...]
+Table = dict[int, Any]
+
+
+class Failed(Exception):
+    """An input could not be computed."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure)
+        self.failure = failure
+
+
+class _Operator:
+    """A template, ready to be called."""
+
+    def __init__(self, template: Template) -> None:
+        self.template = template
+        self.function = template.function()
+        self.holes = template.holes
+        self.results = template.results
+        self.only_new = template.results == (NEW,)
+        nested = (list, tuple)
+        self.flat = not any(isinstance(each, nested) for each in (*template.args, *template.kwargs.values()))
+
+    def call(self, values: Sequence[Any]) -> Any:
+        args, kwargs = self.template.args, self.template.kwargs
+        if self.flat:
+            filled = [values[each.i] if type(each) is Hole else each for each in args]
+        else:
+            filled = [fill(each, values) for each in args]
+        if not kwargs:
+            return self.function(*filled)
+        return self.function(*filled, **{name: fill(each, values) for name, each in kwargs.items()})
+
+
+class Worker(Actor):
+    """See the module.
+
+    Attributes:
+        table: shards, `Pending` ones and `Failure`s, by number.
+    """
+
+    def __init__(self, depots: ActorMesh[Any]) -> None:
+        torch.set_grad_enabled(False)  # of this thread
+        self.rank = current_rank().rank
+        self.name = str(context().actor_instance)
+        self.table: Table = {}
+        self._known: dict[int, Any] = {}
+        self._slots: Slots = slots_here()
+        self._groups = Groups(self.rank)
+        self._depots = depots
+        self._puts: dict[int, Callable[[int, Any], None]] = {}
+        self._lane = 0
+        self._number = 0
+        self._failed: list[int] = []
+        self._special: dict[int, Callable[[Command], None]] = {
+            Op.FREE: self._free,
+            Op.CALL: self._call,
+            Op.REDUCE: self._reduce,
+            Op.SEND: self._send,
+            Op.RECEIVE: self._receive,
+            Op.RANK: self._rank,
+            Op.ALIAS: self._alias,
+            Op.PUBLISH: self._publish,
+            Op.TAKE: self._take,
+            Op.REPLAY: self._replay,
+            Op.GROUP: self._group,
+            Op.FORGET: self._forget,
+        }
+
+    def _handle_undeliverable_message(self, message: Any) -> bool:
+        return True  # a process is gone that a tensor was sent to; the controller hears of that
+
+    # ---- batches
+
+    @endpoint
+    def execute(self, lane: int, first: int, batch: bytes) -> list[int] | None:
+        """Run the commands of a batch, numbered from `first` on. Returns the numbers of those that failed, if any."""
+        definitions, commands = pickle.loads(batch)
+        for number, what in definitions:
+            self._define(number, what)
+        self._failed = []
+        self._lane, self._number = lane, first
+        self._run(commands)
+        return self._failed or None
+
+    def _define(self, number: int, what: Any) -> None:
+        try:
+            if isinstance(what, Template):
+                self._known[number] = _Operator(what)
+            elif isinstance(what, Function):
+                self._known[number] = resolve(what)
+            elif isinstance(what, Meeting):
+                self._groups.meet_at(what)
+            else:
+                self._known[number] = what
+        except Exception as error:
+            self._known[number] = error  # for whoever uses it
+
+    def _get(self, number: int) -> Any:
+        known = self._known[number]
+        if isinstance(known, Exception):
+            raise known
+        return known
+
+    def _run(self, commands: Sequence[Command]) -> None:
+        for command in commands:
+            if command[0] > 0:
+                self._operator(command)
+            else:
+                self._special[command[0]](command)
+            self._number += 1
+
+    def _value(self, number: int) -> Any:
+        """Raises: Failed, when it could not be computed."""
+        value = self.table[number]
+        if type(value) is Pending:
+            try:
+                value = value.get()
+            except Exception as error:
+                value = self._failure(error)
+            self.table[number] = value
+        if type(value) is Failure:
+            raise Failed(value)
+        return value
+
+    def _failure(self, error: Exception) -> Failure:
+        if isinstance(error, Failed):
+            return error.failure
+        if self._number not in self._failed:
+            self._failed.append(self._number)
+        what = f"{exceptions.type_name(error)}: {exceptions.text_of(error)}"
+        return Failure(self._lane, self._number, what, exceptions.format_remote(error), self.name)
+
+    def _fail(self, error: Exception, first: int, count: int, mutated: Sequence[int] = ()) -> None:
+        failure = self._failure(error)
+        for number in (*range(first, first + count), *mutated):
+            self.table[number] = failure
+
+    # ---- commands
+
+    def _operator(self, command: Command) -> None:
+        holes = 0
+        try:
+            operator = self._get(command[0])
+            holes = operator.holes
+            table = self.table
+            values = []
+            for each in command[1 : holes + 1]:
+                if type(each) is not int:
+                    values.append(each[0])  # a number that varies
+                    continue
+                value = table[each]
+                kind = type(value)
+                values.append(self._value(each) if kind is Pending or kind is Failure else value)
+            result = operator.call(values)
+        except Exception as error:
+            template: Any = getattr(self._known[command[0]], "template", None)
+            results = (NEW,) if template is None else template.results
+            mutated = () if template is None else tuple(command[1 + hole] for hole in template.mutates)
+            self._fail(error, command[-1], results.count(NEW), mutated)
+            return
+        if operator.only_new:
+            self.table[command[-1]] = result
+            return
+        number = command[-1]
+        for kind, value in zip(operator.results, flat_results(result), strict=True):
+            if kind == NEW:
+                self.table[number] = value
+                number += 1
+
+    def _free(self, command: Command) -> None:
+        for number in command[1:]:
+            self.table.pop(number, None)
+
+    def _forget(self, command: Command) -> None:
+        for number in command[1:]:
+            self._known.pop(number, None)
+
+    def _call(self, command: Command) -> None:
+        _, function, parts, refs, first, metas = command
+        try:
+            args, kwargs = self._arguments(parts, refs)
+            with torch.enable_grad():
+                result = self._get(function)(*args, **kwargs)
+            self._set_results(result, first, metas)
+        except Exception as error:
+            self._fail(error, first, len(metas))
+
+    def _arguments(self, parts: Sequence[Any], refs: Sequence[int]) -> Any:
+        values = [self._value(ref) for ref in refs]
+        return pytree.tree_map(lambda leaf: values[leaf.i] if type(leaf) is Hole else leaf, codec.decode(parts))
+
+    def _set_results(self, result: Any, first: int, metas: Sequence[Meta]) -> None:
+        tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        if len(tensors) != len(metas):
+            raise TypeError(f"the function returned {len(tensors)} tensors, and its `propagate` said {len(metas)}")
+        for number, (tensor, meta) in enumerate(zip(tensors, metas, strict=True), first):
+            if tuple(tensor.shape) != meta.shape or tensor.dtype != meta.dtype:
+                raise TypeError(
+                    f"the function returned a tensor of shape {tuple(tensor.shape)} and {tensor.dtype}, and its "
+                    f"`propagate` said {meta.shape} and {meta.dtype}"
+                )
+            if tensor.requires_grad:
+                tensor = tensor.detach()
+            if tensor.stride() != meta.stride and tensor.numel():
+                tensor = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=tensor.device).copy_(
+                    tensor
+                )
+            self.table[number] = tensor
+
+    def _coordinates(self) -> tuple[Region, list[int]]:
+        region = self._known[self._lane].region
+        return region, region._slice.coordinates(self.rank)
+
+    def _peers(self, dims: Sequence[str]) -> tuple[int, ...]:
+        region, at = self._coordinates()
+        which = [region._labels.index(dim) for dim in dims]
+        return tuple(region._slice.nditem(each) for each in members(region._slice._sizes, which, at))
+
+    def _reduce(self, command: Command) -> None:
+        _, ref, reduction, target, result = command
+        shard, own = None, None
+        try:
+            shard = self._value(ref)
+        except Failed as failed:
+            own = failed.failure
+        try:
+            reduced = self._reduced(shard, reduction)
+            if own is not None:
+                self.table[ref if target == ref else result] = own
+                return
+            if target:
+                value = reduced.get() if isinstance(reduced, Pending) else reduced
+                self._value(target).copy_(value)
+            else:
+                self.table[result] = reduced
+        except Exception as error:
+            failure = own if own is not None and isinstance(error, MemberFailed) else self._failure(error)
+            self.table[target or result] = failure
+
+    def _reduced(self, shard: torch.Tensor | None, reduction: Reduction) -> torch.Tensor | Pending:
+        group = self._groups.of(self._peers(reduction.dims), reduction.meta.device.type)
+        return group.reduce(shard, reduction)
+
+    def _send(self, command: Command) -> None:
+        _, ref, targets = command
+        try:
+            value: Any = self._value(ref).contiguous()
+        except Failed as failed:
+            value = failed.failure
+        for rank, slot in targets.get(self.rank, ()):
+            if rank == self.rank:
+                self._slots.put(slot, value.clone() if isinstance(value, torch.Tensor) else value)
+            else:
+                self._put_at(rank)(slot, value)
+
+    def _put_at(self, rank: int) -> Callable[[int, Any], None]:
+        put = self._puts.get(rank)
+        if put is None:
+            alone = self._depots._with_region(Region((), Slice(rank, (), ())))
+            put = self._puts[rank] = alone.put.broadcast
+        return put
+
+    def _receive(self, command: Command) -> None:
+        _, slots, result = command
+        self.table[result] = self._slots.take(slots[self.rank])
+
+    def _rank(self, command: Command) -> None:
+        _, dim, result = command
+        region, at = self._coordinates()
+        self.table[result] = torch.tensor(at[region._labels.index(dim)])
+
+    def _alias(self, command: Command) -> None:
+        _, ref, result = command
+        try:
+            self.table[result] = self._value(ref)
+        except Failed as failed:
+            self.table[result] = failed.failure
+
+    def _publish(self, command: Command) -> None:
+        _, slots, ref = command
+        slot = slots.get(self.rank)
+        if slot is None:
+            return
+        try:
+            self._slots.put(slot, self._value(ref))
+        except Failed as failed:
+            self._slots.put(slot, failed.failure)
+
+    def _take(self, command: Command) -> None:
+        _, slot, first, metas = command
+        try:
+            taken = self._slots.take(slot)
+            if isinstance(taken, Exception):
+                raise taken
+            self._set_results(taken[0], first, metas)
+        except Exception as error:
+            self._fail(error, first, len(metas))
+
+    def _replay(self, command: Command) -> None:
+        _, number, refs, first = command
+        graph: Graph = self._get(number)
+        whole, at = self.table, self._number
+        self.table = {known: whole[ref] for known, ref in zip(graph.inputs, refs, strict=True)}
+        try:
+            for each in graph.commands:
+                self._operator(each) if each[0] > 0 else self._special[each[0]](each)
+        finally:
+            self.table, made = whole, self.table
+            self._number = at
+        for known, ref in zip(graph.inputs, refs, strict=True):
+            whole[ref] = made[known]  # it may have failed in there
+        for ref, known in enumerate(graph.outputs, first):
+            whole[ref] = made[known]
+
+    def _group(self, command: Command) -> None:
+        _, dims, name, result = command
+        try:
+            key = torch.zeros((), dtype=torch.int64)
+            key.monarch_value = self._groups.of(self._peers(dims), "cpu", name).backend  # type: ignore[attr-defined]
+            self.table[result] = key
+        except Exception as error:
+            self._fail(error, result, 1)
+
+    # ---- questions
+
+    @endpoint
+    def fetch(self, refs: Sequence[int]) -> list[Any] | Failure:
+        """Shards, on the CPU."""
+        try:
+            return [self._value(ref).detach().cpu() for ref in refs]
+        except Failed as failed:
+            return failed.failure
+
+    @endpoint
+    def run(self, function: Function, parts: Sequence[Any], refs: Sequence[int]) -> Any:
+        """The result of a function of the user's, as `(result,)`, or a Failure of its arguments."""
+        try:
+            args, kwargs = self._arguments(parts, refs)
+        except Failed as failed:
+            return failed.failure
+        with torch.enable_grad():
+            return (resolve(function)(*args, **kwargs),)
+
+    @endpoint
+    def holds(self) -> int:
+        """How many shards there are."""
+        return len(self.table)
+
+    @endpoint
+    def propagate(self, function: Function, parts: Sequence[Any], metas: Sequence[Meta]) -> Any:
+        """What a function of the user's returns, with a Meta for each tensor. It runs on tensors without memory."""
+        return propagated(resolve(function), codec.decode(parts), metas)
+
+
+def resolve(function: Function) -> Callable[..., Any]:
+    """The function itself; a string is the dotted path of one.
+
+    Raises:
+        AttributeError, ImportError: there is none.
+    """
+    found: Any = codec.decode(function.parts)
+    if not isinstance(found, str):
+        return found  # type: ignore[no-any-return]
+    module, _, name = found.rpartition(".")
+    return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
+
+
+def propagated(function: Callable[..., Any], call: Any, metas: Sequence[Meta]) -> Any:
+    """What `function(*call[0], **call[1])` returns, with a Meta for each tensor. Holes are tensors like `metas`."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fakes = [meta.fake(mode) for meta in metas]
+        args, kwargs = pytree.tree_map(lambda leaf: fakes[leaf.i] if type(leaf) is Hole else leaf, call)
+        result = function(*args, **kwargs)
+    return pytree.tree_map(lambda leaf: meta_of(leaf) if isinstance(leaf, torch.Tensor) else leaf, result)
+
+
+def flat_results(result: Any) -> list[Any]:
+    """The results of an operator, one after the other, those in lists too."""
+    if isinstance(result, (tuple, list)):
+        return [each for item in result for each in flat_results(item)]
+    return [result]

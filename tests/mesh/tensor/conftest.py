@@ -1,0 +1,36 @@
+"""A mesh of 2 x 2 for the tests of tensors; its processes are threads, unless a test needs real ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("torch")
+
+from monarch.actor import ProcMesh, this_host
+from monarch.testing import TestClient, fresh_client
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "tests/mesh/tensor" in str(item.path):
+            item.add_marker(pytest.mark.torch)
+
+
+@pytest.fixture(scope="session")
+def tensor_client() -> Iterator[TestClient]:
+    with fresh_client("inproc", cleanup_timeout="1s") as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def shared_procs(tensor_client: TestClient) -> ProcMesh:
+    return this_host().spawn_procs({"hosts": 2, "gpus": 2}, name="tensors")
+
+
+@pytest.fixture
+def procs(shared_procs: ProcMesh, tensor_client: TestClient) -> Iterator[ProcMesh]:
+    """Shared by all tests; no test ends it."""
+    yield shared_procs
+    tensor_client.check_faults()

@@ -1,0 +1,311 @@
+"""Operators on a mesh do what torch does, for each rank."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import monarch
+from monarch import fetch_shard, get_active_mesh, inspect, no_mesh, remote
+from monarch.actor import ProcMesh
+
+RANKS = [(host, gpu) for host in range(2) for gpu in range(2)]
+
+
+def shards(tensor: Any) -> list[torch.Tensor]:
+    """All of them, in order of rank."""
+    return [inspect(tensor, hosts=host, gpus=gpu) for host, gpu in RANKS]
+
+
+def same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    return found.dtype == wanted.dtype and found.shape == wanted.shape and bool(torch.equal(found, wanted))
+
+
+def test_factories_make_tensors_on_the_active_mesh(procs):
+    with procs.activate():
+        made = {
+            "ones": torch.ones(2, 3),
+            "full": torch.full((2,), 7),
+            "arange": torch.arange(5, dtype=torch.int16),
+            "eye": torch.eye(3, dtype=torch.float64),
+        }
+        assert all(isinstance(each, monarch.Tensor) for each in made.values())
+        found = inspect(made, gpus=1)
+
+    assert same(found["ones"], torch.ones(2, 3))
+    assert same(found["full"], torch.full((2,), 7))
+    assert same(found["arange"], torch.arange(5, dtype=torch.int16))
+    assert same(found["eye"], torch.eye(3, dtype=torch.float64))
+
+
+def test_activation_holds_from_the_call_on_and_ends_with_the_block(procs):
+    active = procs.activate()
+    try:
+        assert get_active_mesh() is procs
+        assert isinstance(torch.ones(1), monarch.Tensor)
+        with no_mesh.activate():
+            assert type(torch.ones(1)) is torch.Tensor
+            with pytest.raises(ValueError, match="no mesh is active"):
+                get_active_mesh()
+    finally:
+        with active:
+            pass
+
+    assert type(torch.ones(1)) is torch.Tensor
+    with pytest.raises(ValueError, match="no mesh is active"):
+        get_active_mesh()
+
+
+def test_each_process_has_its_rank(procs):
+    ranks = procs.rank_tensors()
+
+    assert [int(each) for each in shards(ranks["hosts"] * 10 + ranks["gpus"])] == [0, 1, 10, 11]
+    with pytest.raises(KeyError, match="racks"):
+        procs.rank_tensor("racks")
+
+
+def test_views_share_memory_and_writes_show_through_them(procs):
+    with procs.activate():
+        whole = torch.zeros(3, 4)
+        row, turned, part = whole[1], whole.t(), whole.view(4, 3)[:, 1:]
+        row.add_(1)
+        turned[0].fill_(5)
+        torch.add(part, 1, out=part)
+        found = inspect([whole, row, turned, part])
+
+    plain = torch.zeros(3, 4)
+    row, turned, part = plain[1], plain.t(), plain.view(4, 3)[:, 1:]
+    row.add_(1)
+    turned[0].fill_(5)
+    torch.add(part, 1, out=part)
+    assert all(same(*pair) for pair in zip(found, [plain, row, turned, part], strict=True))
+
+
+def test_operators_with_lists_and_several_results(procs):
+    with procs.activate():
+        base = torch.arange(12).view(3, 4) + procs.rank_tensor("gpus")
+        top, where = base.max(dim=1)
+        first, second = base.split(2, dim=1)
+        joined = torch.cat([second, first], dim=1)
+        found = inspect([top, where, joined, torch.stack([top, where])], gpus=1)
+
+    base = torch.arange(12).view(3, 4) + 1
+    top, where = base.max(dim=1)
+    wanted = [top, where, torch.cat([base[:, 2:], base[:, :2]], dim=1), torch.stack([top, where])]
+    assert all(same(*pair) for pair in zip(found, wanted, strict=True))
+
+
+def test_numbers_that_vary_use_one_plan(procs):
+    with procs.activate():
+        base = torch.ones(3)
+        found = inspect([base * factor for factor in (0.5, 1.5, -2.5)])
+        total = inspect(base.add(base, alpha=0.25))
+
+    assert [each.tolist() for each in found] == [[0.5] * 3, [1.5] * 3, [-2.5] * 3]
+    assert total.tolist() == [1.25] * 3
+
+
+def test_true_one_and_one_point_oh_are_three_numbers(procs):
+    with procs.activate():
+        base = torch.zeros(1, dtype=torch.int64)
+        found = inspect([base + 1, base + 1.0, torch.zeros(1, dtype=torch.bool) | True, torch.full((1,), True)])
+
+    assert [each.dtype for each in found] == [torch.int64, torch.float32, torch.bool, torch.bool]
+
+
+def test_the_default_dtype_of_the_controller_counts(procs):
+    before = torch.get_default_dtype()
+    with procs.activate():
+        try:
+            torch.set_default_dtype(torch.float64)
+            made = torch.zeros(2)
+        finally:
+            torch.set_default_dtype(before)
+        assert made.dtype == torch.float64
+        assert torch.zeros(2).dtype == torch.float32
+        assert inspect(made).dtype == torch.float64
+
+
+def test_autograd_runs_on_the_controller(procs):
+    with procs.activate():
+        weight = (torch.arange(6.0).view(2, 3) + procs.rank_tensor("gpus")).requires_grad_()
+        loss = (weight.sin() * weight).sum() * 0.5
+        loss.backward()
+        found = inspect([loss, weight.grad], gpus=1)
+
+    weight = (torch.arange(6.0).view(2, 3) + 1).requires_grad_()
+    loss = (weight.sin() * weight).sum() * 0.5
+    loss.backward()
+    assert torch.allclose(found[0], loss) and torch.allclose(found[1], weight.grad)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
+def test_modules_made_under_a_mesh_are_trained_on_it(procs, optimizer):
+    def train(made: Callable[[torch.Tensor], Any]) -> list[Any]:
+        net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.LayerNorm(8), torch.nn.GELU(), torch.nn.Linear(8, 2))
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.copy_(made(parameter).view(parameter.shape))
+        steps = optimizer(net.parameters(), lr=0.05)
+        for _ in range(3):
+            steps.zero_grad()
+            x = made(torch.empty(6, 4)).view(6, 4)
+            torch.nn.functional.cross_entropy(net(x), torch.arange(6) % 2).backward()
+            steps.step()
+        return [parameter.detach() for parameter in net.parameters()]
+
+    def ramp(like: torch.Tensor) -> torch.Tensor:
+        return torch.linspace(-1, 1, like.numel())
+
+    with procs.activate():
+        found = inspect(train(ramp), hosts=1)
+    wanted = train(ramp)
+
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, wanted, strict=True))
+
+
+def test_dropout_and_random_numbers_differ_only_by_state(procs):
+    seed = remote(lambda number: torch.manual_seed(number) and None, propagate=lambda number: None)
+    alone = procs.slice(hosts=0, gpus=0)
+    with alone.activate():
+        seed(3)
+        found = inspect([torch.rand(4), torch.nn.functional.dropout(torch.ones(4), 0.5), torch.randint(9, (3,))])
+    torch.manual_seed(3)
+
+    assert torch.equal(found[0], torch.rand(4))
+    assert torch.equal(found[1], torch.nn.functional.dropout(torch.ones(4), 0.5))
+    assert torch.equal(found[2], torch.randint(9, (3,)))
+
+
+def test_custom_operators_work_where_they_are_registered(procs):
+    @torch.library.custom_op("monarch_tests::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    twice.register_fake(torch.empty_like)
+    with procs.activate():
+        assert inspect(twice(torch.ones(2))).tolist() == [2, 2]
+
+
+def test_local_tensors_stay_local(procs):
+    local = torch.arange(3)
+    with procs.activate():
+        assert type(local + 1) is torch.Tensor
+        assert (local + 1).sum().item() == 6
+        assert type(torch.tensor([1, 2])) is torch.Tensor
+
+
+def test_a_tensor_outlives_the_activation_and_works_without(procs):
+    with procs.activate():
+        made = torch.ones(2)
+    more = made + made
+
+    assert inspect(more).tolist() == [2, 2]
+
+
+def test_what_is_not_known_here_is_refused_by_name(procs):
+    with procs.activate():
+        ones = torch.ones(4)
+        with pytest.raises(TypeError, match=r"monarch\.inspect"):
+            ones.sum().item()
+        with pytest.raises(TypeError, match=r"monarch\.inspect"):
+            bool(ones.sum() > 0)
+        with pytest.raises(NotImplementedError, match="depends on elements"):
+            ones.nonzero()
+        with pytest.raises(NotImplementedError, match="in place"):
+            ones.unsqueeze_(0)
+        with pytest.raises(RuntimeError, match=r"shape|size"):
+            ones.view(3)
+        with pytest.raises(TypeError, match="Generator"):
+            torch.rand(2, generator=torch.Generator())
+        assert inspect(ones).tolist() == [1] * 4
+
+
+# ---- against torch, at random
+
+
+UNARY: list[Callable[[Any], Any]] = [
+    lambda x: x.neg(),
+    lambda x: x.t() if x.dim() == 2 else x,
+    lambda x: x.sum(0, keepdim=True),
+    lambda x: x.flatten(),
+    lambda x: x.clone().mul_(2),
+    lambda x: x.unsqueeze(-1),
+    lambda x: x.reshape(-1, 2) if x.numel() % 2 == 0 else x,
+    lambda x: x.cumsum(0),
+    lambda x: x.to(torch.float64).to(x.dtype),
+    lambda x: x.flip(0),
+    lambda x: x[:1],
+    lambda x: torch.where(x > 1, x, -x),
+    lambda x: x.softmax(0).round() if x.is_floating_point() else x.abs(),
+    lambda x: torch.cat([x, x]),
+    lambda x: x.contiguous().view(-1),
+]
+BINARY: list[Callable[[Any, Any], Any]] = [torch.add, torch.sub, torch.mul, torch.maximum, torch.eq, torch.outer]
+
+
+def apply(program: list[tuple[int, int, int]], start: list[Any]) -> list[Any]:
+    """Each step makes a value of those before, or none where torch refuses."""
+    values = list(start)
+    for kind, at, other in program:
+        x, y = values[at % len(values)], values[other % len(values)]
+        try:
+            values.append(BINARY[kind - len(UNARY)](x, y) if kind >= len(UNARY) else UNARY[kind](x))
+        except (RuntimeError, IndexError):
+            values.append(x)
+    return values
+
+
+@pytest.mark.parametrize("view", ["whole", "host", "flat"])
+@settings(max_examples=15)
+@given(st.lists(st.tuples(st.integers(0, len(UNARY) + len(BINARY) - 1), st.integers(0, 9), st.integers(0, 9))))
+def test_any_program_gives_what_torch_gives_for_that_rank(shared_procs: ProcMesh, view: str, program: Any) -> None:
+    mesh = {"whole": shared_procs, "host": shared_procs.slice(hosts=1), "flat": shared_procs.flatten("rank")}[view]
+    label, last = {"whole": ("gpus", 1), "host": ("gpus", 1), "flat": ("rank", 3)}[view]
+    with mesh.activate():
+        rank = mesh.rank_tensor(label)
+        found = inspect(apply(program, [torch.arange(6).view(2, 3) + rank, torch.ones(3) * rank]), **{label: last})
+    wanted = apply(program, [torch.arange(6).view(2, 3) + last, torch.ones(3) * last])
+
+    for each, other in zip(found, wanted, strict=True):
+        assert each.dtype == other.dtype and each.shape == other.shape
+        assert torch.allclose(each, other, equal_nan=True)
+
+
+# ---- memory
+
+
+def table_size(procs: ProcMesh) -> int:
+    """How many shards the workers hold, at most."""
+    engine = procs._root._engine
+    engine.flush()
+    return max(engine.workers.holds.call().get().values())
+
+
+def test_dropped_handles_free_their_shards(procs):
+    with procs.activate():
+        kept = torch.ones(2)
+        before = table_size(procs)
+        for _ in range(500):
+            kept = kept + 1
+        temporary = [kept * 2 for _ in range(50)]
+        assert table_size(procs) <= before + 51
+        del temporary
+        gc.collect()
+        assert table_size(procs) <= before + 1
+        assert inspect(kept).tolist() == [501, 501]
+
+
+def test_a_future_of_a_shard_can_be_awaited_by_coordinates(procs):
+    rank = procs.rank_tensor("gpus")
+    futures = [fetch_shard(rank, gpus=gpu) for gpu in range(2)]
+
+    assert [int(each.result(10)) for each in futures] == [0, 1]
+    assert int(fetch_shard({"a": rank}, shard={"gpus": 1}).result(10)["a"]) == 1
+    assert fetch_shard(3).result() == 3

@@ -53,7 +53,7 @@ def stacks(mesh: Any = None) -> Snapshot:
 
 
 def _take(with_stacks: bool, only: list[int] | None) -> Snapshot:
-    runtime: Any = context().actor_instance.proc_runtime
+    runtime = context().actor_instance.proc_runtime
     (snapshot,) = runtime.request(runtime.root, "snapshot", with_stacks, only).get(2 * LIMIT_S)
     found: Snapshot = snapshot
     return found

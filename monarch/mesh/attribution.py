@@ -16,7 +16,7 @@ from monarch.mesh.context import ActorInstance, _context
 from monarch.mesh.lines import Origin
 
 if TYPE_CHECKING:
-    from monarch.mesh.agent import MeshProc
+    from monarch.mesh.mesh_proc import MeshProc
 
 
 def running_actor() -> ActorInstance | None:

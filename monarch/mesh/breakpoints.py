@@ -25,7 +25,7 @@ from monarch.mesh.attribution import running_actor
 from monarch.mesh.context import ActorInstance
 
 if TYPE_CHECKING:
-    from monarch.mesh.agent import MeshProc
+    from monarch.mesh.mesh_proc import MeshProc
     from monarch.mesh.remote_pdb import RemotePdb
 
 PDB_PROMPT: Final = "(Pdb) "
@@ -158,7 +158,6 @@ def install() -> None:
         actor = running_actor()
         if actor is None or os.environ.get("PYTHONBREAKPOINT"):
             return before(*args, **kwargs)
-        runtime: Any = actor.proc_runtime
-        return runtime.breakpoints.enter(actor, sys._getframe(1))
+        return actor.proc_runtime.breakpoints.enter(actor, sys._getframe(1))
 
     sys.breakpointhook = hook

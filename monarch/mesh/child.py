@@ -16,14 +16,14 @@ from collections.abc import Callable
 from monarch.core import settings
 from monarch.core.ids import ActorId, new_number
 from monarch.core.monitor import Down
-from monarch.launch import held
+from monarch.launch import stack_signal
 from monarch.log import show_what_was_asked_for
 from monarch.mesh import actor_config
-from monarch.mesh.agent import MeshProc
 from monarch.mesh.attribution import Attribution, set_log_level
 from monarch.mesh.client import ProcClient
 from monarch.mesh.context import NOWHERE, Context, set_client_context
 from monarch.mesh.host import Boot
+from monarch.mesh.mesh_proc import MeshProc
 from monarch.transports import registry
 
 _LAST_WORDS_S = 2.0
@@ -60,7 +60,7 @@ def start(boot: Boot) -> MeshProc:
     assert boot.proc.keeper is not None
     runtime = MeshProc(boot.proc, registry.get(boot.scheme), boot.secret, root=boot.root)
     if boot.gated:
-        runtime.close_gate()
+        runtime.agent.close_gate()
     runtime.gateway.listen(boot.listen)
     return runtime
 
@@ -71,14 +71,14 @@ def main(payload: bytes) -> None:
     settings.install(boot.config)
     show_what_was_asked_for()
     runtime = start(boot)
-    held.answer(runtime.driver.thread)
+    stack_signal.answer(runtime.driver.thread)
     if boot.origin is not None:
         Attribution(runtime, boot.origin)
     actor_config.prefix_python_logs_with_actor = boot.prefix_logs
     runtime.handlers["log_level"] = lambda _, level: set_log_level(level)
     main_thread = MainThread()
     runtime.run_actor = main_thread.run_actor
-    runtime.on_end = main_thread.end
+    runtime.agent.on_end = main_thread.end
     keeper = boot.proc.keeper
     assert keeper is not None
 
@@ -87,7 +87,7 @@ def main(payload: bytes) -> None:
             # Nobody is left to report to; the guardian of the host ends this process anyway.
             if not down.pid:
                 sys.stderr.write(f"process {boot.proc.uid} could not come up: {down.reason}\n")
-            runtime.stop_all(f"the client's process is gone: {down.reason}")
+            runtime.agent.stop_all(f"the client's process is gone: {down.reason}")
             timer = threading.Timer(_LAST_WORDS_S, os._exit, (1,))
             timer.daemon = True
             timer.start()

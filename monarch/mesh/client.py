@@ -26,15 +26,16 @@ from monarch.core.envelope import Envelope
 from monarch.core.future import Future
 from monarch.core.ids import ActorId, ProcId, Uid, new_number
 from monarch.core.monitor import Down
-from monarch.launch import held
+from monarch.launch import stack_signal
 from monarch.log import get_logger, show_what_was_asked_for
 from monarch.mesh import context as context_module
 from monarch.mesh import debug_service
-from monarch.mesh.agent import MeshProc, release_owned
+from monarch.mesh.agent import release_owned
 from monarch.mesh.console import Console
 from monarch.mesh.context import NOWHERE, Context, Spawner, set_client_context
 from monarch.mesh.host import HostAgent, ProcessStarter, Starter
 from monarch.mesh.inspector import Collector
+from monarch.mesh.mesh_proc import MeshProc
 from monarch.mesh.shape import Region, Slice
 from monarch.mesh.undeliverable import Undeliverable
 from monarch.supervision.failure import Member, MeshFailure
@@ -255,7 +256,7 @@ def make() -> Context:
     else:
         starter = ProcessStarter(runtime)
     client = RootClient(runtime, HostAgent(runtime, starter, _any_address(scheme)))
-    held.answer(runtime.driver.thread)
+    stack_signal.answer(runtime.driver.thread)
     client.console.open()
     atexit.register(client.at_exit)
     from monarch.mesh.controllers import install

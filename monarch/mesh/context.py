@@ -21,7 +21,7 @@ from monarch.mesh.lines import Origin
 from monarch.mesh.shape import Extent, Point
 
 if TYPE_CHECKING:
-    from monarch.core.proc import Proc
+    from monarch.mesh.mesh_proc import MeshProc
     from monarch.mesh.ownership import Owned
     from monarch.mesh.proc_mesh import ProcMesh
     from monarch.supervision.failure import MeshFailure
@@ -60,6 +60,7 @@ def path_of(creator: CreatorInstance | None, class_name: str, name: str, rank: P
 class Spawner(Sender):
     """An actor, or the client, as users see it: `context().actor_instance`."""
 
+    proc_runtime: MeshProc
     name: str
     class_name: str
     rank: Point
@@ -139,7 +140,7 @@ class ActorInstance(Spawner, CoreInstance):
 
     def __init__(
         self,
-        runtime: Proc,
+        runtime: MeshProc,
         actor_id: ActorId,
         name: str,
         class_name: str,
@@ -184,8 +185,7 @@ class ActorInstance(Spawner, CoreInstance):
         self._leave_debugger()
 
     def _leave_debugger(self) -> None:
-        runtime: Any = self.proc_runtime
-        runtime.breakpoints.quit(self.actor_id.number)
+        self.proc_runtime.breakpoints.quit(self.actor_id.number)
 
     def undeliverable(self, envelope: Any, down: Down) -> None:
         self.post_control(lambda: self.on_undeliverable(envelope, down))

@@ -73,7 +73,7 @@ def get_or_spawn_controller(name: str, Class: type[A], *args: Any, **kwargs: Any
         ValueError, TypeError: as `ProcMesh.spawn`.
     """
     cls = spawnable(name, Class, args, kwargs)
-    root = context().actor_instance.proc_runtime.root  # type: ignore[attr-defined]
+    root = context().actor_instance.proc_runtime.root
     mesh: ActorMesh[Controllers] = ActorMesh(
         _NUMBER, "controllers", Controllers, class_of(Controllers).name, [root], _UNITY, _UNITY
     )

@@ -28,9 +28,9 @@ from monarch.launch.launcher import Exit, Launcher, LaunchSpec
 from monarch.launch.wire import explain
 from monarch.log import get_logger
 from monarch.mesh import actor_config
-from monarch.mesh.agent import MeshProc
 from monarch.mesh.forwarding import Forwarder, Source, make_forwarder
 from monarch.mesh.lines import Origin
+from monarch.mesh.mesh_proc import MeshProc
 
 log = get_logger("monarch.host")
 

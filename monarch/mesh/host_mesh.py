@@ -51,9 +51,9 @@ class _Setup(Actor):
         except BaseException as error:
             self._error = error
             text = f"{type_name(error)}: {text_of(error)}"
-            runtime.open_gate(runtime.failed(f"the bootstrap function of its process raised {text}", error))
+            runtime.agent.open_gate(runtime.failed(f"the bootstrap function of its process raised {text}", error))
         else:
-            runtime.open_gate(None)
+            runtime.agent.open_gate(None)
 
     @endpoint
     async def run_result(self) -> None:

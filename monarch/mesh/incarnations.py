@@ -22,8 +22,6 @@ from monarch.core.ids import ActorId
 from monarch.core.monitor import Down
 from monarch.log import get_logger
 from monarch.mesh.actor_mesh import ActorMesh, describe_member
-from monarch.mesh.child_directory import Directory
-from monarch.mesh.child_line import ChildBook
 from monarch.mesh.child_spec import Child, ChildStatus
 from monarch.mesh.context import ActorInstance, Context, _context
 from monarch.mesh.host_mesh import this_host
@@ -53,12 +51,10 @@ class Shell:
     """Between the machine and the runtime. All methods but `post` run on the supervisor's thread."""
 
     def __init__(self, instance: ActorInstance, machine: Restarts) -> None:
-        runtime: Any = instance.proc_runtime
-        self._runtime = runtime
+        self._runtime = instance.proc_runtime
         self._machine = machine
-        book: ChildBook = runtime.children
         self.instance = instance
-        self.directory: Directory = book.directory(instance.actor_id.number)
+        self.directory = self._runtime.children.directory(instance.actor_id.number)
         self.children: dict[str, Child[Any]] = {}
         self._incarnations: dict[str, _Incarnation] = {}
         self._last: dict[str, Down] = {}

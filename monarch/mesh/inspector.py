@@ -2,8 +2,8 @@
 
 Each process answers for itself, on whatever thread drives its links, so that a blocked endpoint delays nothing. The
 client's process collects: it knows all processes, and asks them at once. Those that stay silent for `_ANSWER_S`, also
-to the question whether they are alive, are asked by a signal (`launch.held`). So there is an answer within `LIMIT_S`,
-whatever the processes do.
+to the question whether they are alive, are asked by a signal (`launch.stack_signal`). So there is an answer within
+`LIMIT_S`, whatever the processes do.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from monarch.core.future import Future
 from monarch.core.gateway import PeerGone
 from monarch.core.monitor import Down
 from monarch.core.stacks import Stack, running_threads
-from monarch.launch import held, linux
+from monarch.launch import linux, stack_signal
 from monarch.launch.template import launched_by
 from monarch.mesh.context import ActorInstance
 from monarch.mesh.snapshot import Actor, Host, Process, ProcessState, Snapshot
 
 if TYPE_CHECKING:
-    from monarch.mesh.agent import MeshProc
     from monarch.mesh.host import HostAgent, Resident
+    from monarch.mesh.mesh_proc import MeshProc
 
 _ANSWER_S: Final = 1.0
 _SIGNAL_S: Final = 2.5
@@ -126,7 +126,7 @@ class Collector:
             for each in left
             if each.pid not in (None, os.getpid()) and each.linked and not alive[each.proc.key].done()
         }
-        dumps = held.ask(silent, _SIGNAL_S) if with_stacks else {}
+        dumps = stack_signal.ask(silent, _SIGNAL_S) if with_stacks else {}
         restarts = {number: n for answer in (own, *answers.values()) for number, n in answer.restarts.items()}
 
         processes: list[Process] = []
@@ -176,7 +176,7 @@ def _answered(process: Process, answer: Answer, restarts: dict[int, int]) -> Pro
     return evolve(process, actors=tuple(actors), threads=answer.threads)
 
 
-def _unanswered(process: Process, dumps: dict[int, tuple[Stack, ...] | held.Silence]) -> Process:
+def _unanswered(process: Process, dumps: dict[int, tuple[Stack, ...] | stack_signal.Silence]) -> Process:
     pid = process.pid
     if pid is None:
         return process
@@ -186,7 +186,7 @@ def _unanswered(process: Process, dumps: dict[int, tuple[Stack, ...] | held.Sile
     if state is ProcessState.UP:
         state, note = ProcessState.HELD, "it does not answer: native code holds its interpreter, or the machine is busy"
     dump = dumps.get(pid, ())
-    if isinstance(dump, held.Silence):
+    if isinstance(dump, stack_signal.Silence):
         return evolve(process, state=state, note=f"no stacks: {dump.reason}")
     return evolve(process, state=state, note=note, threads=dump)
 
@@ -195,7 +195,7 @@ def from_outside(pid: int, with_stacks: bool, is_silent: Callable[[], bool]) -> 
     """What can be told of a driver that does not answer, by evidence of the kernel and the reserved signal. Nobody can
     ask its processes, which most likely run, so that they are sent no signal."""
     names = {pid: "client"} | {each: title.removeprefix("monarch: ") for each, title in launched_by(pid).items()}
-    dumps = held.ask({pid: is_silent}, _SIGNAL_S) if with_stacks else {}
+    dumps = stack_signal.ask({pid: is_silent}, _SIGNAL_S) if with_stacks else {}
     processes = []
     for each, name in names.items():
         process = Process(name, each, ProcessState.UP, "", linux.memory_bytes(each))

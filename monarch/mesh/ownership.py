@@ -195,11 +195,12 @@ class Books:
     def __init__(self, runtime: Proc) -> None:
         self.actors: dict[int, OwnedActors] = {}
         self.owners: dict[int, Spawner] = {}
-        runtime.handlers["member_down"] = self._on_member_down
+        runtime.handlers["member_down"] = lambda envelope, *end: self.member_down(*end)
         runtime.on_proc_gone.append(self._on_proc_gone)
         runtime.handlers["proc_gone"] = lambda envelope, proc, down: runtime.gateway.process_ended(proc, down)
 
-    def _on_member_down(self, envelope: Any, number: int, rank: int, down: Down) -> None:
+    def member_down(self, number: int, rank: int, down: Down) -> None:
+        """A member of the mesh with this number has ended."""
         mesh = self.actors.get(number)
         if mesh is not None:
             mesh.member_down(rank, down)

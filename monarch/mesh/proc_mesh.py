@@ -126,7 +126,7 @@ class ProcMesh(MeshView):
         info = SpawnInfo(name, class_name, members, owner.actor_id, owner.record, opens_gate)
         parts = [*codec.encode(info), *codec.encode_call((cls, *args), kwargs)]
         whole = region
-        books = runtime.books  # type: ignore[attr-defined]
+        books = runtime.books
         owned = OwnedActors(
             owner, books, number, name, self._procs, lambda base: describe_member(class_name, name, whole, base)
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import Any, Final, Self
 
 from monarch.core.future import Future
 from monarch.core.gateway import PeerGone
@@ -22,9 +22,6 @@ from monarch.onesided.path import Remote
 from monarch.onesided.ranges import Range, check_conflicts, check_slice, check_timeout, check_word
 from monarch.onesided.transfers import Atomic, Move, Read, Transfers, Write, preferred
 from monarch.onesided.words import MASK
-
-if TYPE_CHECKING:
-    from monarch.mesh.agent import MeshProc
 
 DEFAULT_TIMEOUT_S: Final = 60
 
@@ -56,7 +53,7 @@ class Backend(str):
 
 
 def _transfers() -> Transfers:
-    runtime: MeshProc = context().actor_instance.proc_runtime  # type: ignore[assignment]
+    runtime = context().actor_instance.proc_runtime
     if runtime.transfers is None:
         runtime.transfers = Transfers(runtime)
     return runtime.transfers

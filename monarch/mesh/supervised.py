@@ -16,7 +16,7 @@ from monarch.core.envelope import Envelope, Kind
 from monarch.core.future import Future
 from monarch.core.monitor import Down
 from monarch.mesh.actor_mesh import ActorMesh
-from monarch.mesh.child_line import ChildBook, Current, Line, Path, Refused, refused_error
+from monarch.mesh.child_line import Current, Line, Path, Refused, refused_error
 from monarch.mesh.context import context
 from monarch.mesh.port import Members
 from monarch.mesh.shape import Region
@@ -148,8 +148,7 @@ class SupervisedMesh(ActorMesh[A]):
         *,
         may_wait: bool = True,
     ) -> None:
-        book: ChildBook = sender.proc_runtime.children  # type: ignore[attr-defined]
-        line = book.line(self._path)
+        line = sender.proc_runtime.children.line(self._path)
         line.submit(_Call(self, line, sender, parts, reply_port, only, chain), self._wait_s)
 
     @overridable
@@ -160,8 +159,7 @@ class SupervisedMesh(ActorMesh[A]):
         """
         runtime = context().actor_instance.proc_runtime
         result: Future[None] = Future._pending(runtime.driver, lambda: f"{self._path.text}, to be up")
-        book: ChildBook = runtime.children  # type: ignore[attr-defined]
-        book.line(self._path).submit(_UntilUp(self._path, result), self._wait_s)
+        runtime.children.line(self._path).submit(_UntilUp(self._path, result), self._wait_s)
         return result
 
     def stop(self, reason: str = "stopped by client") -> Future[None]:

@@ -21,6 +21,7 @@ from monarch.mesh.child_spec import Child, ChildStatus, one_of
 from monarch.mesh.context import ActorInstance, context
 from monarch.mesh.endpoint import concurrent_endpoint
 from monarch.mesh.incarnations import Shell
+from monarch.mesh.mesh_proc import MeshProc
 from monarch.mesh.supervised import WAIT_S, SupervisedMesh
 from monarch.supervision.failure import MeshFailure
 from monarch.supervision.policy import Strategy, Window
@@ -54,7 +55,7 @@ def _shape(self: Any, path: Path, wait_s: float) -> ActorMesh[Any]:
         if prototype is None:
             raise MeshError(f"{path.text} does not exist")
         return prototype
-    runtime: Any = context().actor_instance.proc_runtime
+    runtime = context().actor_instance.proc_runtime
     if isinstance(self, SupervisedMesh):
         asked: Future[ActorMesh[Any]] = Future._pending(runtime.driver, lambda: path.text)
         runtime.children.line(self._path).submit(_AskShape(runtime, path, asked), wait_s)
@@ -74,7 +75,7 @@ def _read_shape(path: Path, kind: str, *found: Any) -> ActorMesh[Any]:
 class _AskShape:
     """The shape of the child of a child, asked for when its supervisor is up."""
 
-    _runtime: Any
+    _runtime: MeshProc
     _path: Path
     _asked: Future[ActorMesh[Any]]
 

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from attrs import define
 
 from monarch.launch.launcher import Exit
-from monarch.mesh.agent import MeshProc
 from monarch.mesh.child import start
 from monarch.mesh.context import ActorInstance
 from monarch.mesh.host import Boot, LaunchRequest
+from monarch.mesh.mesh_proc import MeshProc
 
 
 @define(eq=False)
@@ -77,7 +77,7 @@ class ThreadStarter:
         runtime = start(boot)
         runtime.handlers["log_level"] = lambda *_: None  # the handlers of root loggers are the client's
         group = ThreadGroup(os.getpid(), runtime, report)
-        runtime.on_end = lambda: group._end(Exit(group.pid, code=1 if runtime.failed_actors else 0))
+        runtime.agent.on_end = lambda: group._end(Exit(group.pid, code=1 if runtime.failed_actors else 0))
         assert boot.proc.keeper is not None
         runtime.gateway.connect(boot.proc.keeper)
         return group

@@ -34,7 +34,7 @@ from monarch.core.stacks import Stack, parse_dump
 from monarch.launch import linux
 from monarch.log import get_logger
 
-log = get_logger("monarch.held")
+log = get_logger("monarch.stacks")
 
 _FILE: Final = re.compile(r"/memfd:monarch-stacks-(\d+)-(\d+) \(deleted\)")
 _NAMES_LIMIT_BYTES: Final = 1 << 20  # threads that start after so many stay without a name

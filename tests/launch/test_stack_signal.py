@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from monarch.launch import held, linux
-from monarch.launch.held import Silence
+from monarch.launch import linux, stack_signal
+from monarch.launch.stack_signal import Silence
 
 PROGRAM = """
 import ctypes, re, sys, threading, time
@@ -26,9 +26,9 @@ def hold(seconds):
 side = threading.Thread(target=threading.Event().wait, daemon=True, name="side")
 side.start()
 if "deaf" not in sys.argv:
-    from monarch.launch import held
-    held.answer(side)
-    held.name_thread("the actor")
+    from monarch.launch import stack_signal
+    stack_signal.answer(side)
+    stack_signal.name_thread("the actor")
 print("ready", flush=True)
 print(hold(int(sys.argv[1])), flush=True)
 """
@@ -45,8 +45,8 @@ def program(*arguments: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def stacks_of(pid: int) -> tuple[held.Stack, ...]:
-    found = held.ask({pid: always}, 10.0)[pid]
+def stacks_of(pid: int) -> tuple[stack_signal.Stack, ...]:
+    found = stack_signal.ask({pid: always}, 10.0)[pid]
     assert not isinstance(found, Silence), found
     return found
 
@@ -109,7 +109,7 @@ def memory_files(pid: int) -> list[str]:
 @pytest.mark.slow
 def test_a_process_without_the_handler_gets_no_signal():
     with program("600", "deaf") as process:
-        found = held.ask({process.pid: always}, 10.0)[process.pid]
+        found = stack_signal.ask({process.pid: always}, 10.0)[process.pid]
 
     assert isinstance(found, Silence)
     assert "it has no handler for stacks" in found.reason
@@ -122,7 +122,7 @@ def test_a_stopped_process_says_so_and_shows_its_stacks_later():
         deadline_s = time.monotonic() + 10
         while linux.kernel_state(process.pid) != "T":
             assert time.monotonic() < deadline_s
-        silent = held.ask({process.pid: always}, 2.0)[process.pid]
+        silent = stack_signal.ask({process.pid: always}, 2.0)[process.pid]
         process.send_signal(signal.SIGCONT)
         stacks = stacks_of(process.pid)
 
@@ -134,7 +134,7 @@ def test_a_stopped_process_says_so_and_shows_its_stacks_later():
 @pytest.mark.slow
 def test_a_process_that_answers_meanwhile_gets_no_signal():
     with program("600") as process:
-        found = held.ask({process.pid: lambda: False}, 10.0)[process.pid]
+        found = stack_signal.ask({process.pid: lambda: False}, 10.0)[process.pid]
 
     assert found == Silence("it answers again")
 
@@ -156,9 +156,9 @@ def test_whether_an_interpreter_is_held(monkeypatch, ran_s, elapsed_s, is_held):
     moments = iter([dict.fromkeys(ran_s, 5.0), {tid: 5.0 + each_s for tid, each_s in ran_s.items()}])
     clock = iter([100.0, 100.0 + elapsed_s])
     monkeypatch.setattr(linux, "run_times_s", lambda pid: next(moments))
-    monkeypatch.setattr(held.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(stack_signal.time, "monotonic", lambda: next(clock))
 
-    assert held._Suspect(1).is_held() is is_held
+    assert stack_signal._Suspect(1).is_held() is is_held
 
 
 @pytest.mark.slow
@@ -166,6 +166,6 @@ def test_a_process_that_has_ended_is_no_error():
     with program("0") as process:
         process.wait(10)
 
-    found = held.ask({process.pid: always}, 1.0)[process.pid]
+    found = stack_signal.ask({process.pid: always}, 1.0)[process.pid]
 
     assert found == Silence("the process has ended")

@@ -119,7 +119,7 @@ def test_a_link_that_is_cut_many_times_loses_and_repeats_nothing(net: Net, seed:
     a, b = net.proc("a"), net.proc("b")
     at_a, at_b = net.port(a), net.port(b)
     chance = random.Random(seed)
-    count, senders, over = 400, 2, threading.Event()
+    count, senders, over = 800, 2, threading.Event()
     cuts = 0
 
     def talk(src: Proc, dst: Proc, port: int, name: bytes) -> None:

@@ -239,8 +239,8 @@ class Gateway:
     def wait_for_room(self, key: int) -> None:
         """Block while the buffer of that peer is full. Never from the pump."""
         peer = self.peers.get(key)
-        if peer is None or not peer.is_full:
-            return
+        if peer is None or peer.session.unacked_bytes <= peer.send_buffer_bytes or not peer.is_full:
+            return  # what waits is a part of what is not acknowledged
         signal = Signal()
         while not self._closed and peer.wants_room(signal):
             self.driver.wait(signal, 1.0)

@@ -136,8 +136,8 @@ class Poller:
                     handler(event)
                 except Exception:
                     log.exception("poller.handler_failed", fd=fd)
-        if timers:
-            self._run_timers(time.monotonic())
+        if timers and timers[0][0] <= (now_s := time.monotonic()):
+            self._run_timers(now_s)
 
     def _run_timers(self, now_s: float) -> None:
         while self._timers and self._timers[0][0] <= now_s:

@@ -14,7 +14,7 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, Final
 
 from attrs import define, evolve
 
@@ -39,6 +39,10 @@ log = get_logger("monarch.actor")
 
 READY = "__ready__"
 """Name of an endpoint that every actor has: it answers once the constructor is through."""
+
+
+_IMPLIED: Final[Port[Any]] = Port(None)
+"""Stands for the reply port that an envelope names: it is made only for an endpoint that gets it."""
 
 
 @define(eq=False)
@@ -124,6 +128,7 @@ class ActorBehavior:
         if port is None:
             return Port(None)
         if envelope.reply_port:
+            port = self._reply_port(envelope)
             self._owed.add(envelope)
             port._on_use = lambda: self._owed.discard(envelope)
         return port
@@ -156,8 +161,10 @@ class ActorBehavior:
             own: Port[Any] = codec.decode(extra["reply"])  # the caller's own, see `send`
             own._rank = envelope.rank
             return own
-        if not envelope.reply_port:
-            return None
+        return _IMPLIED if envelope.reply_port else None
+
+    def _reply_port(self, envelope: Envelope) -> Port[Any]:
+        """The port that `envelope` wants its reply at."""
         runtime = self._instance.proc_runtime
         peer = runtime.gateway.peers.get(envelope.src_proc)
         proc = runtime.proc_id if envelope.src_proc == runtime.key else peer.proc if peer is not None else None

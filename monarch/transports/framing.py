@@ -136,9 +136,7 @@ class FrameDecoder:
         if self._filled_bytes < len(self.filling):
             return []
         self.filling = None
-        frames: list[Frame] = []
-        self._decode(b"", 0, frames)
-        return frames
+        return self.feed(b"")
 
     def feed(self, data: bytes) -> list[Frame]:
         """Take `data` in and return the frames it completes, oldest first.
@@ -160,16 +158,13 @@ class FrameDecoder:
         elif self.pending:
             data = self.pending + data
             self.pending = b""
-        self._decode(data, pos, frames)
-        return frames
-
-    def _decode(self, data: bytes, pos: int, frames: list[Frame]) -> None:
         try:
             self._cut(data, pos, frames)
         except RemoteProtocolError as error:
             if not frames:
                 raise
             self.broken = error
+        return frames
 
     def _cut(self, data: bytes, pos: int, frames: list[Frame]) -> None:
         end = len(data)

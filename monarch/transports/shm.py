@@ -16,7 +16,7 @@ import array
 import os
 import socket
 from collections import deque
-from collections.abc import Sequence
+from functools import partial
 from struct import Struct
 from typing import Any, Final
 
@@ -123,10 +123,6 @@ class _Sharing:
         self._announced: set[int] = set()  # numbers of our segments that the peer has, or will have
         self._mappings: dict[int, Mapping] = {}  # the peer's segments
 
-    def encode(self, frames: Sequence[Sequence[Buffer]]) -> list[Buffer]:
-        """As `encode_joined`, with large parts described."""
-        return encode_joined(frames, self.lend)
-
     def lend(self, part: Buffer) -> bytes | None:
         """The description of a part for the peer, or None: it goes through the socket."""
         if not self._process.is_known:
@@ -192,7 +188,8 @@ class ShmTransport:
     def _link(self, sock: socket.socket, peer: str) -> StreamLink:
         carrier = FdSocket(sock.detach())
         sharing = _Sharing(carrier, self.memory)
-        return StreamLink(carrier, peer, FrameDecoder(elsewhere=sharing.borrowed), sharing.encode)
+        encode = partial(encode_joined, describe=sharing.lend)
+        return StreamLink(carrier, peer, FrameDecoder(elsewhere=sharing.borrowed), encode)
 
     def _in_forked_child(self) -> None:
         self.memory = Pool(self.memory.limit_bytes)

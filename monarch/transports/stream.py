@@ -127,25 +127,21 @@ class StreamLink:
                 taken += 1
             if taken:
                 buffers = self._encode(frames if taken == len(frames) else frames[:taken])
-                if len(buffers) == 1 and not self._out and self._sent_at_once(buffers[0]):
-                    return taken
+                if len(buffers) == 1 and not self._out:  # the common case: a small frame, and room for it
+                    buffer = buffers[0]
+                    try:
+                        sent = self._sock.send(buffer)
+                    except (BlockingIOError, InterruptedError):
+                        sent = 0
+                    except OSError as error:
+                        raise self._broken(error) from error
+                    if sent == len(buffer):
+                        return taken
+                    buffers = [memoryview(buffer)[sent:]]
                 self._out += buffers
                 self._out_bytes += sum(map(len, buffers))
             self._flush()
             return taken
-
-    def _sent_at_once(self, buffer: Buffer) -> bool:
-        """The common case: a small frame, and room for it. False when some of it is left, which is queued."""
-        try:
-            sent = self._sock.send(buffer)
-        except (BlockingIOError, InterruptedError):
-            return False
-        except OSError as error:
-            raise self._broken(error) from error
-        if sent < len(buffer):
-            self._out.append(memoryview(buffer)[sent:])
-            self._out_bytes = len(buffer) - sent
-        return True
 
     def flush_nowait(self) -> bool:
         with self._send_lock:

@@ -1,0 +1,100 @@
+"""Large arguments and results: they arrive as they were, and belong to whoever received them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+
+from monarch.actor import Actor, endpoint, this_host
+from monarch.testing import fresh_client
+
+numpy = pytest.importorskip("numpy")
+
+MIB = 1 << 20
+
+
+class Keeper(Actor):
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.kept: Any = None
+
+    @endpoint
+    def echo(self, value: Any) -> Any:
+        return value
+
+    @endpoint
+    def keep(self, value: Any) -> None:
+        self.kept = value
+
+    @endpoint
+    def add(self, number: int) -> int:
+        """Write to what was kept."""
+        self.kept += number
+        return int(self.kept[0])
+
+    @endpoint
+    def first(self) -> int:
+        return int(self.kept[0])
+
+    @endpoint
+    def pid(self) -> int:
+        return os.getpid()
+
+
+def test_arrays_of_all_sizes_come_back_as_they_were_and_can_be_written(spawn):
+    one = spawn(Keeper).slice(hosts=0, gpus=0)
+    for size in (10, 70_000, MIB, 5 * MIB):
+        array = numpy.arange(size, dtype=numpy.uint8)
+        back = one.echo.call_one({"deep": [array, (array[::2],)]}).get()
+        assert (back["deep"][0] == array).all() and (back["deep"][1][0] == array[::2]).all()
+        back["deep"][0][0] += 1
+        assert array[0] == 0
+
+
+def test_what_is_cast_is_private_to_each_receiver(spawn):
+    keepers = spawn(Keeper)
+    array = numpy.zeros(MIB, numpy.int32)
+    keepers.keep.call(array).get()
+    array += 100
+    sums = [keepers.slice(hosts=i // 2, gpus=i % 2).add.call_one(i + 1).get() for i in range(4)]
+    assert sums == [1, 2, 3, 4]
+    assert [value for _, value in keepers.first.call().get().items()] == [1, 2, 3, 4]
+
+
+def test_the_sender_may_write_at_once(spawn):
+    one = spawn(Keeper).slice(hosts=0, gpus=0)
+    array = numpy.zeros(MIB, numpy.uint8)
+    futures = []
+    for i in range(20):
+        array[:] = i
+        futures.append(one.echo.call_one(array))
+    assert [int(future.get()[-1]) for future in futures] == list(range(20))
+
+
+def test_memory_that_is_given_back_is_not_that_of_a_value_still_used(spawn):
+    one = spawn(Keeper).slice(hosts=0, gpus=0)
+    kept = [one.echo.call_one(numpy.full(MIB, i, numpy.uint8)).get() for i in range(10)]
+    for i in range(30):
+        one.echo.call_one(numpy.full(MIB, 100 + i, numpy.uint8)).get()
+    assert [(int(a.min()), int(a.max())) for a in kept] == [(i, i) for i in range(10)]
+
+
+def test_results_outlive_the_process_that_sent_them(real_client):
+    keepers = this_host().spawn_procs({"gpus": 1}).spawn("keeper", Keeper)
+    back = keepers.echo.call_one(numpy.full(MIB, 7, numpy.uint8)).get()
+    os.kill(keepers.pid.call_one().get(), signal.SIGKILL)
+    real_client.expect_fault()
+    back += 1
+    assert (back == 8).all()
+
+
+@pytest.mark.parametrize("limit_bytes", [0, 3 * MIB])
+def test_what_has_no_room_in_shared_memory_arrives_all_the_same(limit_bytes):
+    with fresh_client("shm", shared_memory_bytes=limit_bytes):
+        keepers = this_host().spawn_procs({"gpus": 1}).spawn("keeper", Keeper)
+        futures = [keepers.echo.call_one(numpy.full(MIB + i, i, numpy.uint8)) for i in range(8)]
+        assert [int(future.get(20)[-1]) for future in futures] == list(range(8))

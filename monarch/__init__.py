@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any
 
-__version__ = "0.1.0"
+from monarch.version import __version__ as __version__
 
 _MODULES = ("actor", "config")
 _LAZY = {

@@ -1,6 +1,7 @@
 """Reaching other processes: finding where they listen, dialing, the pauses between tries, and giving up.
 
-A try has three steps: ask the keeper where the process listens, dial, and hear the hello of the other side. No thread
+A try has three steps: ask the keeper where the process listens (that of the process, or our own where it has none, and
+no address that counts here), dial, and hear the hello of the other side. No thread
 waits for the first and the last; dialing blocks, on one of `_AT_ONCE` threads, which end when nobody is left to dial.
 So a process that calls hundreds of others buries neither itself nor them in handshakes.
 
@@ -20,11 +21,12 @@ from typing import Final, Protocol
 
 from attrs import define
 
+from monarch.core.address import Place
 from monarch.core.ids import ProcId
 from monarch.core.monitor import Down
 from monarch.core.peer import Peer, State
 from monarch.transports import url
-from monarch.transports.base import Link, Transport
+from monarch.transports.base import Link
 
 _AT_ONCE: Final = 8
 _PAUSE_FIRST_S: Final = 0.005
@@ -32,9 +34,17 @@ _PAUSE_MOST_S: Final = 0.5
 
 
 class Refused(Protocol):
-    def __call__(self, *, silent: bool) -> None:
-        """A link that was dialed came to nothing; `silent`: no hello came in time."""
+    def __call__(self, *, silent: bool, reason: str = "") -> None:
+        """A link that was dialed came to nothing; `silent`: no hello came in time; `reason`: what the other said."""
         ...
+
+
+class Reach(Protocol):
+    """Which places can be reached, and by what links: `Ways`."""
+
+    def find(self, *addresses: str) -> Place | None: ...
+
+    def dial(self, place: Place, timeout_s: float) -> Link: ...
 
 
 @define(eq=False)
@@ -54,7 +64,7 @@ class Dialer:
     """See the module.
 
     Args:
-        locate: asks the keeper of a process for its address, and calls back with it, or with why the process is gone.
+        locate: asks who knows a process for its address, and calls back with it, or with why the process is gone.
         greet: takes a new link to a peer, and calls back if it comes to nothing.
         give_up: hears of a peer that could not be reached.
         call_later: calls back on the driving thread.
@@ -62,8 +72,7 @@ class Dialer:
 
     def __init__(
         self,
-        transport: Transport,
-        secret: bytes,
+        reach: Reach,
         limit_s: float,
         hello_limit_s: float,
         *,
@@ -72,11 +81,11 @@ class Dialer:
         give_up: Callable[[Peer, Down], None],
         call_later: Callable[[float, Callable[[], None]], object],
     ) -> None:
-        self._transport, self._secret = transport, secret
+        self._reach = reach
         self._limit_s, self._hello_limit_s = limit_s, hello_limit_s
         self._locate, self._greet, self._give_up, self._call_later = locate, greet, give_up, call_later
         self._lock = threading.Lock()
-        self._queue: deque[tuple[Dialing, str]] = deque()
+        self._queue: deque[tuple[Dialing, Place]] = deque()
         self._threads = 0
         self._closed = False
 
@@ -85,7 +94,8 @@ class Dialer:
         with peer.lock:
             if peer.dialing is not None or peer.state in (State.UP, State.GONE) or self._closed:
                 return
-            dialing = peer.dialing = Dialing(peer, time.monotonic() + self._limit_s)
+            limit_s = peer.attach_limit_s if peer.is_new_host else self._limit_s
+            dialing = peer.dialing = Dialing(peer, time.monotonic() + limit_s)
         self._find(dialing)
 
     def close(self) -> None:
@@ -97,21 +107,28 @@ class Dialer:
     def _find(self, dialing: Dialing) -> None:
         if not dialing.wanted or self._closed:
             return
-        proc = dialing.peer.proc
-        if proc.keeper is None:
-            self._enqueue(dialing, proc.address or dialing.peer.address)
+        peer = dialing.peer
+        place = self._reach.find(peer.address, peer.proc.address) if peer.proc.keeper is None else None
+        if place is not None:
+            self._enqueue(dialing, place)
         else:
-            self._locate(proc, partial(self._found, dialing))
+            self._locate(peer.proc, partial(self._found, dialing))
 
     def _found(self, dialing: Dialing, answer: str | Down) -> None:
-        if isinstance(answer, str):
-            self._enqueue(dialing, answer)
-        else:
+        if isinstance(answer, Down):
             self._end(dialing, answer)
+            return
+        place = self._reach.find(answer)
+        if place is not None:
+            self._enqueue(dialing, place)
+        else:
+            uid = dialing.peer.proc.uid
+            text = f"process {uid} cannot be reached from here: it listens at {answer or 'no address'}"
+            self._end(dialing, self._unreachable(dialing.peer, text))
 
-    def _enqueue(self, dialing: Dialing, address: str) -> None:
+    def _enqueue(self, dialing: Dialing, place: Place) -> None:
         with self._lock:
-            self._queue.append((dialing, address))
+            self._queue.append((dialing, place))
             if self._threads == _AT_ONCE:
                 return
             self._threads += 1
@@ -123,17 +140,17 @@ class Dialer:
                 if not self._queue:
                     self._threads -= 1
                     return
-                dialing, address = self._queue.popleft()
+                dialing, place = self._queue.popleft()
             if dialing.wanted and not self._closed:
-                self._dial(dialing, address)
+                self._dial(dialing, place)
 
-    def _dial(self, dialing: Dialing, address: str) -> None:
-        peer, uid = dialing.peer, dialing.peer.proc.uid
+    def _dial(self, dialing: Dialing, place: Place) -> None:
+        peer, uid, address = dialing.peer, dialing.peer.proc.uid, place.url
         try:
-            link = self._transport.dial(address, self._secret, self._hello_limit_s)
+            link = self._reach.dial(place, self._hello_limit_s)
             self._greet(peer, link, partial(self._refused, dialing, address))
         except ConnectionRefusedError as error:
-            if peer.proc.keeper is None:
+            if peer.proc.keeper is None and not peer.is_new_host:
                 self._end(dialing, self._unreachable(peer, f"process {uid} is gone: nobody listens at {address}"))
             else:
                 self._try_again(dialing, str(error))
@@ -147,11 +164,14 @@ class Dialer:
             else:
                 self._try_again(dialing, trouble)
 
-    def _refused(self, dialing: Dialing, address: str, *, silent: bool) -> None:
-        if silent:
+    def _refused(self, dialing: Dialing, address: str, *, silent: bool, reason: str = "") -> None:
+        if reason and dialing.peer.proc.keeper is None:
+            text = f"process {dialing.peer.proc.uid} cannot be reached at {address}: {reason}"
+            self._end(dialing, self._unreachable(dialing.peer, text))
+        elif silent:
             self._silent(dialing, address, "it accepted the connection and did not answer")
         else:
-            self._try_again(dialing, "it accepted the connection and ended it again")
+            self._try_again(dialing, reason or "it accepted the connection and ended it again")
 
     # ---- between tries
 
@@ -166,7 +186,8 @@ class Dialer:
         if time.monotonic() < dialing.deadline_s:
             self._pause(dialing)
         else:
-            text = f"process {dialing.peer.proc.uid} could not be reached for {self._limit_s:g} s: {trouble}"
+            limit_s = dialing.peer.attach_limit_s or self._limit_s
+            text = f"process {dialing.peer.proc.uid} could not be reached for {limit_s:g} s: {trouble}"
             self._end(dialing, self._unreachable(dialing.peer, text))
 
     def _pause(self, dialing: Dialing) -> None:

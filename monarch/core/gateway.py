@@ -5,6 +5,8 @@ that are given to a peer without a link wait in its session. A peer that is GONE
 acknowledged goes back to its senders, and it is never accepted again. Both sides may dial at once; the link that was
 dialed by the one with the smaller key stays.
 
+A process may listen at several places: those of its host reach it at the first, others over the network (`address`).
+
 Who knows why a process is gone: its keeper, which launched it and sees it end. So a process that loses the link to a
 peer asks the peer's keeper (`locate`), and a keeper waits for the exit report; for a process without a keeper, an
 address where nobody listens any more is the evidence.
@@ -22,8 +24,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from attrs import define
+from attrs import define, evolve
 
+from monarch.core.address import Place, joined
 from monarch.core.dialer import Dialer, Refused
 from monarch.core.driver import Driver, Signal
 from monarch.core.envelope import Envelope, Flag, parse
@@ -31,8 +34,9 @@ from monarch.core.ids import ProcId
 from monarch.core.monitor import Down
 from monarch.core.peer import Peer, State
 from monarch.core.poller import WRITABLE, Poller
-from monarch.core.protocol import FrameType, Hello, Session, frame_type
+from monarch.core.protocol import FrameType, Hello, Session, frame_type, refusal, refused_because
 from monarch.core.router import DELIVER, Bounce, Forward, route
+from monarch.core.ways import Ways
 from monarch.errors import LinkClosed, MonarchError, ProtocolError, TransportError
 from monarch.log import get_logger
 from monarch.transports.base import Frame, Link, Listener, Transport
@@ -57,7 +61,7 @@ class Limits:
     hello_timeout_s: float = 10.0
 
 
-def _ignore(*, silent: bool) -> None:
+def _ignore(*, silent: bool, reason: str = "") -> None:
     """Who dials us tries again by itself."""
 
 
@@ -87,7 +91,9 @@ class Gateway:
         self._gone: deque[int] = deque()  # keys of the last peers that are GONE; older ones are forgotten
         self._secret = secret
         self._deliver, self._bounce, self._on_gone = deliver, bounce, on_gone
-        self._listener: Listener | None = None
+        self.ways = Ways(transport)
+        self._listeners: dict[Place, Listener] = {}
+        self._elsewhere: list[Place] = []
         self._lock = threading.Lock()
         self._closed = False
         self._poller = Poller()
@@ -98,8 +104,7 @@ class Gateway:
         self._linger_until_s = 0.0
         self.call_later = self._poller.call_later
         self._dialer = Dialer(
-            transport,
-            secret,
+            self.ways,
             self.limits.message_delivery_timeout_s,
             self.limits.hello_timeout_s,
             locate=locate,
@@ -112,16 +117,41 @@ class Gateway:
 
     def listen(self, url: str) -> ProcId:
         """Accept links at `url`; returns this process's id with the address in it. Then start the driver."""
-        self._listener = self.transport.listen(url, self._secret)
-        if self.proc.keeper is None:
-            self.proc = ProcId(self.proc.uid, self._listener.url)
-        self._poller.register(self._listener.fileno(), self._on_listener)
+        self.open(url, self._secret)
         self.driver.start(self.pump, self._poller.wake, str(self.proc.uid))
         return self.proc
 
+    def open(self, url: str, secret: bytes) -> Place:
+        """Accept links at `url` from those who prove `secret`. Thread-safe, as the rest.
+
+        Raises:
+            NotViable, ValueError, OSError: nobody can listen there.
+        """
+        listener = self.ways.transport(url).listen(url, secret)
+        place = self.ways.join(listener.url, secret)
+        self._listeners[place] = listener
+        self._poller.register(listener.fileno(), lambda _: self._on_listener(listener))
+        self._tell_address()
+        return place
+
+    def answer_at(self, place: Place) -> None:
+        """This process is reached at `place` too, where another listens and hands on what is for it: `adopt`."""
+        self._elsewhere.append(place)
+        self._tell_address()
+
+    def _tell_address(self) -> None:
+        if self.proc.keeper is None:
+            self.proc = evolve(self.proc, address=self.address)
+
     @property
     def address(self) -> str:
-        return self._listener.url if self._listener is not None else ""
+        """All its places, as others are told."""
+        return joined([*self._listeners, *self._elsewhere])
+
+    @property
+    def url(self) -> str:
+        """Where it listens first."""
+        return next((listener.url for listener in self._listeners.values()), "")
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Wait until peers have what was sent to them, say goodbye, and end. Blocks up to `timeout_s`; with 0 the
@@ -153,8 +183,8 @@ class Gateway:
         self._closed = True
         self._dialer.close()
         self.driver.stop()
-        if self._listener is not None:
-            self._listener.close()
+        for listener in self._listeners.values():
+            listener.close()
         self._poller.shut()  # first: a link dialed at this moment fails to register, and is dropped by its thread
         for peer in list(self.peers.values()):
             with peer.lock:
@@ -335,16 +365,38 @@ class Gateway:
     def connect(self, proc: ProcId) -> Peer:
         """The peer of that name, with a link to it on the way. A process that we keep dials us itself."""
         peer = self.peer(proc)
-        if peer.state in (State.NEW, State.BROKEN) and not self._keeps(proc):
+        if peer.state in (State.NEW, State.BROKEN) and not self._keeps(proc) and not peer.is_on_hold:
             self._dialer.start(peer)
         return peer
+
+    def attach(self, proc: ProcId, limit_s: float) -> Peer:
+        """The agent of a host that is ours from now on: the worker there makes it when our first link comes, for which
+        it may take `limit_s`. Without an address it is on hold until `release`."""
+        peer = self.peer(proc)
+        peer.attach_limit_s = limit_s
+        peer.is_on_hold = not proc.address
+        return self.connect(proc)
+
+    def release(self, peer: Peer, address: str) -> None:
+        """The address of one that was on hold is known."""
+        peer.address, peer.is_on_hold = address, False
+        self.connect(peer.proc)
+
+    def adopt(self, link: Link, frames: list[Frame]) -> None:
+        """Take a link that another acceptor of this OS process has accepted, and the frames that it has read."""
+
+        def take() -> None:
+            self._await_hello(link, None)
+            self._on_first(link, None, frames)
+
+        self.call_later(0.0, take)
 
     def _keeps(self, proc: ProcId) -> bool:
         return proc.keeper is not None and proc.keeper.key == self.key
 
-    def _hello(self, peer: Peer | None) -> Hello:
-        received = peer.session.received if peer is not None else 0
-        return Hello(str(self.proc), self.address, received, os.getpid(), socket.gethostname())
+    def _hello(self, peer: Peer) -> Hello:
+        received, to = peer.session.received, str(peer.proc.uid)
+        return Hello(str(self.proc), self.address, received, os.getpid(), socket.gethostname(), to, peer.is_new_host)
 
     def _greet(self, peer: Peer, link: Link, refused: Refused) -> None:
         """A link that we dialed: say hello, and wait for the answer in the pump. `refused` hears when there is none."""
@@ -363,9 +415,8 @@ class Gateway:
             self._poller.watch(fd, True)
         self.call_later(self.limits.hello_timeout_s, lambda: self._drop_if_silent(link))
 
-    def _on_listener(self, event: int) -> None:
-        assert self._listener is not None
-        for link in self._listener.accept_nowait():
+    def _on_listener(self, listener: Listener) -> None:
+        for link in listener.accept_nowait():
             self._await_hello(link, None)
             self._on_hello(link, None)
 
@@ -374,7 +425,7 @@ class Gateway:
             log.info("link.silent", peer=link.peer, limit_s=self.limits.hello_timeout_s)
             self._drop(link, silent=True)
 
-    def _drop(self, link: Link, *, silent: bool = False) -> None:
+    def _drop(self, link: Link, *, silent: bool = False, reason: str = "") -> None:
         """End a link, once: its descriptor may soon be another's."""
         fd = self._links.pop(link, None)
         refused = self._newcomers.pop(link, None)
@@ -382,18 +433,33 @@ class Gateway:
             self._poller.unregister(fd)
         link.abort()
         if refused is not None:
-            refused(silent=silent)
+            refused(silent=silent, reason=reason)
 
     def _on_hello(self, link: Link, dialed: Peer | None) -> None:
-        """The first frames of a new link: who is there, and what it has of the session."""
         try:
             if link.blocked:
                 link.flush_nowait()
             frames = link.recv_nowait()
-            if not frames:
+        except (TransportError, ProtocolError) as error:
+            log.debug("link.refused", peer=link.peer, error=str(error))
+            self._drop(link)
+            return
+        if frames:
+            self._on_first(link, dialed, frames)
+
+    def _on_first(self, link: Link, dialed: Peer | None, frames: list[Frame]) -> None:
+        """The first frames of a new link: who is there, and what it has of the session."""
+        try:
+            reason = refused_because(frames[0])
+            if reason:
+                log.info("link.refused", peer=link.peer, reason=reason)
+                self._drop(link, reason=reason)
                 return
             hello = Hello.decode(frames[0])
             proc = ProcId.from_string(hello.proc)
+            if dialed is None and hello.to and hello.to != str(self.proc.uid):
+                self._refuse(link, f"{hello.to} is not here; here is {self.proc.uid}")
+                return
             peer = dialed if dialed is not None else self.peer(proc)
             if peer.down is not None or proc != peer.proc:
                 log.debug("link.unwanted", peer=link.peer, proc=hello.proc)
@@ -409,7 +475,10 @@ class Gateway:
             return
         except (ProtocolError, ValueError) as error:
             log.warning("link.refused", peer=link.peer, error=str(error))
-            self._drop(link)
+            if dialed is None:
+                self._refuse(link, str(error))
+            else:
+                self._drop(link, reason=str(error))
             return
         if not attached:
             self._drop(link)
@@ -419,6 +488,14 @@ class Gateway:
             self._take(peer, link, frames[1:])
         except (TransportError, ProtocolError) as error:
             self._lost(peer, link, error)
+
+    def _refuse(self, link: Link, reason: str) -> None:
+        """End a newcomer's link, and say why."""
+        self._newcomers.pop(link, None)
+        fd = self._links.pop(link, None)
+        if fd is not None:
+            self._poller.unregister(fd)
+        refuse(link, reason)
 
     def _attach(self, peer: Peer, link: Link, hello: Hello, *, we_dialed: bool) -> bool:
         """Let `link` carry the peer's session; False when another link has precedence."""
@@ -524,6 +601,20 @@ class Gateway:
                 peer.waiting_for_state.append(notify)
                 return
         notify()
+
+
+def refuse(link: Link, reason: str) -> None:
+    """Say why a link is not wanted, and end it: on a thread, because an abort could overtake the words."""
+
+    def end() -> None:
+        try:
+            link.send_nowait([refusal(reason)])
+        except TransportError:
+            link.abort()
+        else:
+            link.close(_GOODBYE_LIMIT_S)
+
+    threading.Thread(target=end, name="monarch-refuse", daemon=True).start()
 
 
 class PeerGone(MonarchError):

@@ -64,6 +64,10 @@ class Peer:
     pid: int = 0
     host: str = ""
     said_goodbye: bool = False
+    attach_limit_s: float = 0.0
+    """It is the agent of a host, which our first link has made there; for so long its worker may be on its way up."""
+    is_on_hold: bool = False
+    """Its address is not known yet: it is dialed once somebody says."""
     dialing: object | None = None
     """Who tries to reach it, while there is no link: see `dialer`."""
     ended: Down | None = None
@@ -87,6 +91,11 @@ class Peer:
     @property
     def key(self) -> int:
         return self.proc.key
+
+    @property
+    def is_new_host(self) -> bool:
+        """Whether it is an agent that has not been made yet."""
+        return self.attach_limit_s > 0 and not self.pid
 
     # ---- sending
 

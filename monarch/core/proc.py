@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
 from monarch.core import codec, exceptions, inquiries
+from monarch.core.address import best
 from monarch.core.driver import make_driver
 from monarch.core.envelope import MESSAGE_TTL, CallKey, Envelope, Flag, Kind
 from monarch.core.future import Future
@@ -53,6 +54,8 @@ class Proc:
     Attributes:
         handlers: what an agent does with a request, by the first element of the request's tuple. A handler is called on
             the driving thread as `handler(envelope, *arguments)` and must not block.
+        openings: where the processes that this one keeps listen too, once others ask for them who cannot reach them
+            otherwise: (URL, secret).
     """
 
     def __init__(
@@ -69,7 +72,14 @@ class Proc:
         self.monitors = Monitors()
         self.actors: dict[int, Instance | Sender] = {}
         self.ports: dict[int, Sink] = {}
-        self.handlers: dict[str, Callable[..., None]] = {"locate": self._on_locate, "watch": self._on_watch}
+        self.handlers: dict[str, Callable[..., None]] = {
+            "locate": self._on_locate,
+            "watch": self._on_watch,
+            "join": self._on_join,
+            "open": self._on_open,
+        }
+        self.openings: list[tuple[str, bytes]] = []
+        self._opened: list[tuple[str, bytes]] = []
         self.cleanup_timeout_s = 3.0
         self.release_timeout_s = 10.0
         self.unborn_limit_s = 30.0
@@ -354,9 +364,13 @@ class Proc:
         self.monitors.watch((self.key, number), lambda down: self.answer(envelope, down))
 
     def _locate(self, proc: ProcId, found: Callable[[str | Down], None]) -> None:
-        """Ask the keeper of `proc` where it listens. The answer comes when it is up, or gone, or the keeper is."""
-        assert proc.keeper is not None
-        asked = self.request(proc.keeper, "locate", proc.key)
+        """Ask the keeper of `proc` where it listens, or our own, who knows more addresses than we do. The answer comes
+        when it is up, or gone, or the keeper is."""
+        keeper = proc.keeper if proc.keeper is not None else self.proc_id.keeper
+        if keeper is None or keeper.key == proc.key:
+            found(Down("unreachable", f"process {proc.uid} listens nowhere where this process could reach it"))
+            return
+        asked = self.request(keeper, "locate", proc.key, list(self.gateway.ways.secrets))
 
         def answered() -> None:
             error = asked.exception(0)
@@ -371,8 +385,8 @@ class Proc:
 
         asked._on_done(answered)
 
-    def _on_locate(self, envelope: Envelope, key: int) -> None:
-        """Another process asks for one that we keep: answer once it is up, or gone."""
+    def _on_locate(self, envelope: Envelope, key: int, domains: list[str]) -> None:
+        """Another process, which is in these domains, asks for one that we know: answer once it is up, or gone."""
         peer = self.gateway.peers.get(key)
         if peer is None:
             self.answer(envelope, "gone", Down("unreachable", "its host does not know this process"))
@@ -382,9 +396,35 @@ class Proc:
             if peer.down is not None:
                 self.answer(envelope, "gone", peer.down)
             elif peer.state is State.UP:
-                self.answer(envelope, "at", peer.address)
+                mine = peer.proc.keeper is not None and peer.proc.keeper.key == self.key
+                if mine and self.openings and best(peer.address, domains) is None:
+                    self._have_opened(envelope, peer)
+                else:
+                    self.answer(envelope, "at", peer.address)
 
         self.gateway.when_settled(peer, settled)
+
+    def _have_opened(self, envelope: Envelope, peer: Peer) -> None:
+        """Answer with the places of a process once it listens at our openings."""
+        asked = self.request(peer.proc, "open", self.openings)
+
+        def answered() -> None:
+            if asked.exception(0) is None:
+                (peer.address,) = asked.get(0)
+            self.answer(envelope, "at", peer.address)
+
+        asked._on_done(answered)
+
+    def _on_open(self, envelope: Envelope, openings: list[tuple[str, bytes]]) -> None:
+        for opening in openings:
+            if opening not in self._opened:
+                self._opened.append(opening)
+                self.gateway.open(*opening)
+        self.answer(envelope, self.gateway.address)
+
+    def _on_join(self, envelope: Envelope, secrets: dict[str, bytes]) -> None:
+        """Our keeper is in these domains, and so are we."""
+        self.gateway.ways.secrets.update(secrets)
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Deliver what was sent, leave, and fail what is still waited for: no answer comes through closed links."""

@@ -27,14 +27,25 @@ from attrs import define, field
 
 from monarch.errors import RemoteProtocolError
 from monarch.transports.base import Buffer, Frame
+from monarch.version import __version__
 
 SESSION: Final = Struct("<B7xQQ")
-WIRE_VERSION: Final = 1
+WIRE_VERSION: Final = 2
 _ACK_AT_BYTES: Final = 1 << 20
 """A peer keeps what we have not acknowledged: large frames are acknowledged soon, whatever their number."""
 
 
-_HELLO_TYPES: Final = {"proc": str, "address": str, "received": int, "pid": int, "host": str}
+_HELLO_TYPES: Final = {
+    "proc": str,
+    "address": str,
+    "received": int,
+    "pid": int,
+    "host": str,
+    "to": str,
+    "attaches": bool,
+    "monarch": str,
+}
+_HELLO_FIELDS: Final = (*_HELLO_TYPES, "wire", "python")
 
 
 class FrameType(IntEnum):
@@ -44,6 +55,8 @@ class FrameType(IntEnum):
     HEARTBEAT = 4
     """Acknowledges, and says nothing else. Understood, and not sent yet: on one host the kernel tells who lives."""
     GOODBYE = 5
+    REFUSAL = 6
+    """Instead of a hello: the link is not wanted, and why, in words."""
 
 
 @define(frozen=True)
@@ -52,9 +65,12 @@ class Hello:
 
     Attributes:
         proc: text form of the speaker's `ProcId`.
-        address: where the speaker itself listens, or "".
+        address: the places where the speaker itself listens, or "".
         received: number of the last frame of the session that has arrived there.
         pid, host: of the speaker, for people.
+        to: the uid of the process that a dialer means; "": whoever is there.
+        attaches: the worker of a host is to make the process `to`, an agent of the speaker's, if it is not there.
+        monarch: the speaker's version of this library.
     """
 
     proc: str
@@ -62,11 +78,14 @@ class Hello:
     received: int
     pid: int
     host: str
+    to: str = ""
+    attaches: bool = False
+    monarch: str = __version__
     wire: int = WIRE_VERSION
     python: str = field(factory=lambda: ".".join(platform.python_version_tuple()[:2]))
 
     def encode(self) -> Frame:
-        body = {name: getattr(self, name) for name in ("proc", "address", "received", "pid", "host", "wire", "python")}
+        body = {name: getattr(self, name) for name in _HELLO_FIELDS}
         return [SESSION.pack(FrameType.HELLO, 0, self.received), json.dumps(body).encode()]
 
     @classmethod
@@ -82,11 +101,20 @@ class Hello:
         except Exception as error:
             raise RemoteProtocolError(f"the peer's first frame is no hello: {error}") from None
         if hello is None:
-            raise RemoteProtocolError(f"the peer speaks wire version {wire}, this process {WIRE_VERSION}")
+            theirs = said.get("monarch", "another")
+            raise RemoteProtocolError(
+                f"the peer runs monarch {theirs} (wire version {wire}), this process monarch {__version__} (wire version "
+                f"{WIRE_VERSION}): install the same version on both sides"
+            )
         ours = cls("", "", 0, 0, "")
+        if hello.monarch != ours.monarch:
+            raise RemoteProtocolError(
+                f"the peer runs monarch {hello.monarch}, this process monarch {ours.monarch}: install the same version on "
+                "both sides"
+            )
         if hello.python != ours.python:
             raise RemoteProtocolError(
-                f"the peer runs Python {hello.python}, this process {ours.python}: their pickles differ"
+                f"the peer runs Python {hello.python}, this process Python {ours.python}: their pickles differ"
             )
         return hello
 
@@ -197,6 +225,17 @@ class Session:
         assert numbers == list(range(self.sent - len(numbers) + 1, self.sent + 1)), numbers
         assert self.unacked_bytes == sum(size for _, _, size in self.unacked)
         assert self._acknowledged <= self.received
+
+
+def refusal(reason: str) -> Frame:
+    return [SESSION.pack(FrameType.REFUSAL, 0, 0), reason.encode()]
+
+
+def refused_because(frame: Frame) -> str:
+    """What a refusal says; "" for other frames. Raises: RemoteProtocolError."""
+    if frame_type(frame) != FrameType.REFUSAL:
+        return ""
+    return bytes(frame[1]).decode(errors="replace") if len(frame) > 1 else "it does not say why"
 
 
 def frame_type(frame: Frame) -> int:

@@ -61,6 +61,7 @@ def start(boot: Boot) -> MeshProc:
     runtime = MeshProc(boot.proc, registry.get(boot.scheme), boot.secret, root=boot.root)
     if boot.gated:
         runtime.agent.close_gate()
+    runtime.gateway.ways.secrets.update(boot.ways)
     runtime.gateway.listen(boot.listen)
     return runtime
 
@@ -68,6 +69,7 @@ def start(boot: Boot) -> MeshProc:
 def main(payload: bytes) -> None:
     """Entry point of a launched process."""
     boot: Boot = pickle.loads(payload)
+    sys.path += [folder for folder in boot.path if folder not in sys.path]
     settings.install(boot.config)
     show_what_was_asked_for()
     runtime = start(boot)

@@ -244,18 +244,18 @@ def make() -> Context:
         choice = registry.choose(wanted)
         transport, reason = choice.transport, choice.reason
         scheme = transport.scheme
-        listen = _any_address(scheme)
+        listen = registry.any_address(scheme)
     runtime = MeshProc(ProcId(Uid.instance("client")), transport, secrets.token_bytes(32))
     runtime.gateway.listen(listen)
-    log.info("transport.chosen", transport=scheme, reason=reason, address=runtime.gateway.address)
+    log.info("transport.chosen", transport=scheme, reason=reason, address=runtime.gateway.url)
     starter: Starter
     if scheme == "inproc":
         from monarch.mesh.threads import ThreadStarter
 
         starter = ThreadStarter(runtime)
     else:
-        starter = ProcessStarter(runtime)
-    client = RootClient(runtime, HostAgent(runtime, starter, _any_address(scheme)))
+        starter = ProcessStarter(runtime.gateway, [scheme])
+    client = RootClient(runtime, HostAgent(runtime, starter, registry.any_address(scheme)))
     stack_signal.answer(runtime.driver.thread)
     client.console.open()
     atexit.register(client.at_exit)
@@ -265,10 +265,6 @@ def make() -> Context:
     set_client_context(made)
     install(client)
     return made
-
-
-def _any_address(scheme: str) -> str:
-    return f"{scheme}://127.0.0.1:0" if scheme in ("tcp", "ibverbs") else f"{scheme}://"
 
 
 def shutdown_context() -> Future[None]:

@@ -12,7 +12,7 @@ import pickle
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -68,6 +68,8 @@ class Boot:
     scheme: str
     listen: str
     secret: bytes = field(repr=False)
+    ways: dict[str, bytes] = field(factory=dict, repr=False)
+    path: tuple[str, ...] = ()
     config: dict[str, Any] = field(factory=dict)
     gated: bool = False
     origin: Origin | None = None
@@ -97,14 +99,27 @@ class Starter(Protocol):
     def close(self, timeout_s: float) -> None: ...
 
 
+class Loop(Protocol):
+    """Who waits for descriptors: a gateway, or a worker."""
+
+    def add_pollable(self, fd: int, action: Callable[[], None]) -> None: ...
+
+    def remove_pollable(self, fd: int) -> None: ...
+
+
 class ProcessStarter:
     """Real processes."""
 
-    def __init__(self, runtime: MeshProc) -> None:
-        self._gateway = runtime.gateway
-        scheme = runtime.gateway.transport.scheme
-        self.launcher = Launcher(preload=[*_PRELOAD, f"monarch.transports.{scheme}", *_PRELOAD_FOR.get(scheme, ())])
-        self._gateway.add_pollable(self.launcher.fileno(), self.launcher.pump)
+    def __init__(self, loop: Loop, schemes: Sequence[str]) -> None:
+        """
+        Args:
+            loop: pumps the launcher.
+            schemes: the transports that processes will use.
+        """
+        self._loop = loop
+        modules = [f"monarch.transports.{scheme}" for scheme in schemes]
+        self.launcher = Launcher(preload=[*_PRELOAD, *modules, *(m for s in schemes for m in _PRELOAD_FOR.get(s, ()))])
+        self._loop.add_pollable(self.launcher.fileno(), self.launcher.pump)
         self._forwarder: Forwarder | None = None
         self._sources: dict[int, Source] = {}  # by process
 
@@ -158,7 +173,7 @@ class ProcessStarter:
         return len(sources) == len(keys)
 
     def close(self, timeout_s: float) -> None:
-        self._gateway.remove_pollable(self.launcher.fileno())
+        self._loop.remove_pollable(self.launcher.fileno())
         self.launcher.close(timeout_s)
         if self._forwarder is not None:
             self._forwarder.close(_LAST_LINES_S)
@@ -192,9 +207,16 @@ class Resident:
 
 
 class HostAgent:
-    """See the module."""
+    """See the module.
+
+    Attributes:
+        config: the settings of its client, for the processes that it launches; None: those of this process.
+        path: what the `sys.path` of the client has, likewise.
+    """
 
     def __init__(self, runtime: MeshProc, starter: Starter, listen: str) -> None:
+        self.config: dict[str, Any] | None = None
+        self.path: tuple[str, ...] = ()
         self._runtime = runtime
         self._starter = starter
         self._listen = listen
@@ -213,7 +235,8 @@ class HostAgent:
     def launch(self, owner: ActorId, requests: list[LaunchRequest]) -> None:
         """Start processes; returns at once. What goes wrong shows as the end of the process."""
         runtime = self._runtime
-        config = settings.export()
+        config = settings.export() if self.config is None else self.config
+        ways = dict(runtime.gateway.ways.secrets)
         boots: list[Boot] = []
         on_exit: list[Callable[[Exit], None]] = []
         launched = []
@@ -225,7 +248,8 @@ class HostAgent:
                 self._procs[proc.key] = each
             launched.append(each)
             scheme = runtime.gateway.transport.scheme
-            facts = (runtime.root, scheme, self._listen, runtime.secret, config, request.gated, request.origin)
+            where = (runtime.root, scheme, self._listen, runtime.secret, ways, self.path)
+            facts = (*where, config, request.gated, request.origin)
             boots.append(Boot(proc, *facts, actor_config.prefix_python_logs_with_actor))
             on_exit.append(partial(self._on_exit, proc, each))
         children = self._starter.start(requests, boots, on_exit)
@@ -382,6 +406,12 @@ class HostAgent:
             gateway = self._runtime.gateway
             procs = [self._procs[k] for k in orphans if k in self._procs]
             gateway.call_later(2 * _ORPHAN_GRACE_S, lambda: self._insist(procs, 9))
+
+    def end(self, reason: str, grace_s: float, then: Callable[[], None]) -> None:
+        """Stop every process of this host, and call `then` when all are gone. Does not block."""
+        launched = list(self._procs.values())
+        self.stop(list(self._procs), reason, grace_s, then)
+        self._runtime.gateway.call_later(2 * grace_s, lambda: self._insist(launched, 9))
 
     def close(self, timeout_s: float) -> None:
         """End every process of this host that is left."""

@@ -56,6 +56,11 @@ def for_url(url: str) -> Transport:
     return get(parse(url).scheme)
 
 
+def any_address(scheme: str) -> str:
+    """Where a process listens that others of its host are to reach: it picks a name or a port itself."""
+    return f"{scheme}://127.0.0.1:0" if scheme in ("tcp", "ibverbs") else f"{scheme}://"
+
+
 def choose(name: str = "auto") -> Choice:
     """The transport between processes of one host, for a value of `MONARCH_TRANSPORT`.
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from net import LIMIT_S, until
 
+from monarch.core.address import Place
 from monarch.core.dialer import Dialer, Refused
 from monarch.core.ids import ProcId, Uid
 from monarch.core.monitor import Down
@@ -34,8 +35,7 @@ class Scene:
         self.dialing_now = self.most_at_once = 0
         self._lock = threading.Lock()
         self.dialer = Dialer(
-            self,  # type: ignore[arg-type]
-            b"",
+            self,
             limit_s,
             10.0,
             locate=lambda proc, found: self.asked.append(found),
@@ -44,9 +44,12 @@ class Scene:
             call_later=lambda delay_s, callback: callback(),
         )
 
-    def dial(self, url: str, secret: bytes, timeout_s: float) -> Any:
+    def find(self, *addresses: str) -> Place | None:
+        return next((Place("", address) for address in addresses if address), None)
+
+    def dial(self, place: Place, timeout_s: float) -> Any:
         with self._lock:
-            self.tries.append(url)
+            self.tries.append(place.url)
             self.dialing_now += 1
             self.most_at_once = max(self.most_at_once, self.dialing_now)
         self.hold.wait(LIMIT_S)

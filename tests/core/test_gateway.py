@@ -423,7 +423,7 @@ def test_a_close_while_dialing_leaves_no_thread_and_no_link(net: Net) -> None:
 
 
 def _dial(net: Net, proc: Proc) -> Any:
-    return net.transport.dial(proc.gateway.address, SECRET, 5.0)
+    return net.transport.dial(proc.gateway.url, SECRET, 5.0)
 
 
 def _dropped(link: Any) -> bool:
@@ -443,7 +443,7 @@ def test_a_hello_of_another_version_is_dropped_with_a_warning(net: Net, caplog: 
         until(lambda: _dropped(link))
     link.abort()
 
-    assert "link.refused" in caplog.text and "speaks wire version 77" in caplog.text
+    assert "link.refused" in caplog.text and "wire version 77" in caplog.text
     assert not a.gateway.peers and not a.gateway._links
 
 

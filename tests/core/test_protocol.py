@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from monarch.core.protocol import SESSION, FrameType, Hello, Session, frame_type
+from monarch.core.protocol import SESSION, FrameType, Hello, Session, frame_type, refusal, refused_because
 from monarch.errors import RemoteProtocolError
 
 _HELLO = Hello("p-2", "inproc://p", 3, 42, "here")
@@ -206,13 +206,19 @@ def test_a_hello_round_trips() -> None:
 @pytest.mark.parametrize(
     ("hello", "words"),
     [
-        (evolve(_HELLO, wire=99), "the peer speaks wire version 99, this process 1"),
-        (evolve(_HELLO, python="2.7"), r"the peer runs Python 2\.7, this process 3\.\d+"),
+        (evolve(_HELLO, wire=99), r"the peer runs monarch \S+ \(wire version 99\), this process monarch"),
+        (evolve(_HELLO, monarch="0.0.1"), r"the peer runs monarch 0\.0\.1, this process monarch .* both sides"),
+        (evolve(_HELLO, python="2.7"), r"the peer runs Python 2\.7, this process Python 3\.\d+"),
     ],
 )
 def test_a_peer_of_another_version_is_told_apart_in_words(hello: Hello, words: str) -> None:
     with pytest.raises(RemoteProtocolError, match=words):
         Hello.decode(hello.encode())
+
+
+def test_a_refusal_says_why() -> None:
+    assert refused_because(refusal("who are you?")) == "who are you?"
+    assert refused_because(_HELLO.encode()) == ""
 
 
 def _hello_with(body: object) -> list[bytes]:
@@ -239,8 +245,8 @@ def test_what_is_no_hello_is_refused(frame: list[bytes]) -> None:
 
 
 def test_a_hello_of_a_later_version_with_more_to_say_is_understood_as_that() -> None:
-    body = json.loads(bytes(evolve(_HELLO, wire=2).encode()[1])) | {"compression": "zstd"}
-    with pytest.raises(RemoteProtocolError, match="speaks wire version 2, this process 1"):
+    body = json.loads(bytes(evolve(_HELLO, wire=3).encode()[1])) | {"compression": "zstd"}
+    with pytest.raises(RemoteProtocolError, match="wire version 3"):
         Hello.decode(_hello_with(body))
 
 

@@ -26,6 +26,7 @@ from monarch.launch.bootstrap import BootstrapCommand, default_bootstrap_cmd
 from monarch.mesh import actor_config as config
 from monarch.mesh.actor import Actor
 from monarch.mesh.actor_mesh import ActorMesh
+from monarch.mesh.attach import attach_to_workers
 from monarch.mesh.client import shutdown_context
 from monarch.mesh.context import Context, context, current_actor_name, current_rank, current_size
 from monarch.mesh.controllers import get_or_spawn_controller
@@ -34,9 +35,7 @@ from monarch.mesh.endpoint import Accumulator, Endpoint, as_endpoint, concurrent
 from monarch.mesh.host_mesh import HostMesh, hosts_from_config, this_host, this_proc
 from monarch.mesh.later import (
     attach,
-    attach_to_workers,
     get_meter,
-    run_worker_loop_forever,
     span,
     traced,
 )
@@ -45,6 +44,7 @@ from monarch.mesh.proc_mesh import ProcMesh
 from monarch.mesh.shape import Extent, Point, Region, Shape, Slice
 from monarch.mesh.transport_choice import enable_transport
 from monarch.mesh.value_mesh import ValueMesh
+from monarch.mesh.worker import run_worker_loop_forever
 from monarch.supervision.failure import MeshFailure
 
 sys.modules[__name__ + ".config"] = config

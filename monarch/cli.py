@@ -78,6 +78,33 @@ def _parser() -> argparse.ArgumentParser:
     )
     stack.set_defaults(run=_look, stacks=True)
 
+    worker = commands.add_parser(
+        "worker",
+        help="serve this host for clients elsewhere",
+        description="Serve this host: clients attach with monarch.actor.attach_to_workers, and spawn processes here. "
+        "Beyond loopback it needs a secret that all hosts share: MONARCH_SECRET_FILE (see `monarch secret new`).",
+    )
+    worker.add_argument(
+        "--listen",
+        required=True,
+        metavar="ADDRESS",
+        help="tcp://HOST:PORT, ipc:///PATH, ADVERTISE@BIND, or tcp://HOST:fd7 for an inherited socket",
+    )
+    worker.set_defaults(run=_worker)
+
+    secret = commands.add_parser(
+        "secret", help="the secret that the hosts of a job share", description="The secret that hosts of a job share."
+    )
+    actions = secret.add_subparsers(title="actions", metavar="ACTION", required=True)
+    new = actions.add_parser(
+        "new",
+        help="make one",
+        description="Make a secret, and put it into FILE, which only you can read, or print it. Copy the file to all "
+        "hosts, and set MONARCH_SECRET_FILE on each to its path.",
+    )
+    new.add_argument("file", nargs="?", metavar="FILE", help="where to put it; there must be no such file yet")
+    new.set_defaults(run=_new_secret)
+
     debug = commands.add_parser(
         "debug",
         help="debug actors that wait at a breakpoint",
@@ -149,6 +176,34 @@ def _rdma_check(args: argparse.Namespace) -> int:
     for line in report.lines():
         print(line, flush=True)
     return 0 if report.works else 1
+
+
+def _worker(args: argparse.Namespace) -> int:
+    from monarch.errors import MonarchError
+    from monarch.mesh.worker import run_worker_loop_forever
+
+    try:
+        run_worker_loop_forever(address=args.listen)
+    except (MonarchError, ValueError, OSError) as error:
+        print(f"monarch worker: {error}", file=sys.stderr)
+        return 1
+
+
+def _new_secret(args: argparse.Namespace) -> int:
+    from monarch.mesh import trust
+
+    secret = trust.new_secret()
+    if args.file is None:
+        print(secret)
+        return 0
+    try:
+        made = trust.write_secret(args.file, secret)
+    except OSError as error:
+        print(f"monarch secret new: {error}", file=sys.stderr)
+        return 1
+    if not made:
+        print(f"monarch secret new: {args.file} is there already, and stays as it is", file=sys.stderr)
+    return 0 if made else 1
 
 
 def _debug(args: argparse.Namespace) -> int:

@@ -30,10 +30,8 @@ from monarch.actor import (
     Uid,
     ValueMesh,
     attach,
-    attach_to_workers,
     context,
     hosts_from_config,
-    run_worker_loop_forever,
     this_host,
 )
 from monarch.testing.plugin import monarch_client, monarch_settings
@@ -140,8 +138,6 @@ def test_the_running_instance_has_its_members(monarch_client: Any) -> None:
 
 PLANNED: dict[str, Callable[[], Any]] = {
     "attach": lambda: attach("tcp://a:1"),
-    "attach_to_workers": lambda: attach_to_workers(ca="trust_all_connections", workers=["tcp://a:1"]),
-    "run_worker_loop_forever": lambda: run_worker_loop_forever(ca="trust_all_connections", address="tcp://a:1"),
     "hosts_from_config": lambda: hosts_from_config("hosts"),
     "sync_workspace": lambda: this_host().sync_workspace("here").send(None),
 }

@@ -144,9 +144,13 @@ class Gateway:
             self.proc = evolve(self.proc, address=self.address)
 
     @property
+    def places(self) -> list[Place]:
+        return [*self._listeners, *self._elsewhere]
+
+    @property
     def address(self) -> str:
         """All its places, as others are told."""
-        return joined([*self._listeners, *self._elsewhere])
+        return joined(self.places)
 
     @property
     def url(self) -> str:
@@ -371,14 +375,14 @@ class Gateway:
 
     def attach(self, proc: ProcId, limit_s: float) -> Peer:
         """The agent of a host that is ours from now on: the worker there makes it when our first link comes, for which
-        it may take `limit_s`. Without an address it is on hold until `release`."""
+        it may take `limit_s`. On hold until `release`."""
         peer = self.peer(proc)
         peer.attach_limit_s = limit_s
-        peer.is_on_hold = not proc.address
-        return self.connect(proc)
+        peer.is_on_hold = True
+        return peer
 
     def release(self, peer: Peer, address: str) -> None:
-        """The address of one that was on hold is known."""
+        """Dial one that was on hold: its address is known."""
         peer.address, peer.is_on_hold = address, False
         self.connect(peer.proc)
 
@@ -593,6 +597,13 @@ class Gateway:
             self._gone.append(peer.key)
             if len(self._gone) > _GONE_KEPT:
                 self.peers.pop(self._gone.popleft(), None)
+            kept = [each.proc for each in self.peers.values() if each.proc.keeper == proc and each.down is None]
+        for (
+            each
+        ) in kept:  # nobody is left who could tell of their ends, and who outlives the agent of its host is ended
+            kind = "stopped" if down.stopped else "unreachable"
+            text = f"process {each.uid} is lost with its host: {down.reason}"
+            self.declare_gone(each, Down(kind, text, host=down.host).because(down))
 
     def when_settled(self, peer: Peer, notify: Callable[[], None]) -> None:
         """Call `notify` once, when the peer is up or gone; at once if it is."""

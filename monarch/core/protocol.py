@@ -103,14 +103,14 @@ class Hello:
         if hello is None:
             theirs = said.get("monarch", "another")
             raise RemoteProtocolError(
-                f"the peer runs monarch {theirs} (wire version {wire}), this process monarch {__version__} (wire version "
-                f"{WIRE_VERSION}): install the same version on both sides"
+                f"the peer runs monarch {theirs} (wire version {wire}), this process monarch {__version__} "
+                f"(wire version {WIRE_VERSION}): install the same version on both sides"
             )
         ours = cls("", "", 0, 0, "")
         if hello.monarch != ours.monarch:
             raise RemoteProtocolError(
-                f"the peer runs monarch {hello.monarch}, this process monarch {ours.monarch}: install the same version on "
-                "both sides"
+                f"the peer runs monarch {hello.monarch}, this process monarch {ours.monarch}: install the same "
+                "version on both sides"
             )
         if hello.python != ours.python:
             raise RemoteProtocolError(

@@ -284,6 +284,20 @@ SETTINGS: Final[Mapping[str, Setting]] = {
             variable="MONARCH_TRANSPORT",
         ),
         Setting(
+            "mesh_attach_config_timeout",
+            Duration(),
+            "1m",
+            "How long a worker may take to answer a client that attaches; then attaching has failed.",
+            _MESH,
+        ),
+        Setting(
+            "advertise_host",
+            Text(),
+            "",
+            "The name or address of this host that others are told; empty: the one that the kernel sends from.",
+            _OURS,
+        ),
+        Setting(
             "mesh_proc_spawn_max_idle",
             Duration(),
             "30s",
@@ -417,6 +431,7 @@ SETTINGS: Final[Mapping[str, Setting]] = {
 DurationName = Literal[
     "message_delivery_timeout",
     "message_ack_time_interval",
+    "mesh_attach_config_timeout",
     "process_exit_timeout",
     "stop_actor_timeout",
     "cleanup_timeout",
@@ -444,7 +459,9 @@ BoolName = Literal[
     "undeliverable_fails_sender",
     "rdma_disable_ibverbs",
 ]
-StrName = Literal["default_transport", "link_driver", "stack_signal", "preload", "rdma_path", "rdma_ibverbs_target"]
+StrName = Literal[
+    "advertise_host", "default_transport", "link_driver", "stack_signal", "preload", "rdma_path", "rdma_ibverbs_target"
+]
 
 
 def checked(values: Mapping[str, object]) -> dict[str, Any]:

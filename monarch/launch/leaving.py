@@ -65,7 +65,7 @@ def _let_go_of_modules(kept: Collection[str]) -> None:
     left: list[weakref.ref[ModuleType]] = []
     for name in [name for name in sys.modules if name not in kept]:
         module = sys.modules.pop(name)
-        if isinstance(module, ModuleType):
+        if isinstance(module, ModuleType) and type(module).__weakrefoffset__:  # native ones may have no room for one
             left.append(weakref.ref(module))
         del module
     gc.collect()

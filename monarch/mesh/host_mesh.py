@@ -6,12 +6,13 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from operator import index as as_int
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from attrs import evolve
 
 from monarch.core import settings
 from monarch.core.future import Future
+from monarch.core.gateway import PeerGone
 from monarch.core.ids import ProcId, Uid, new_number
 from monarch.launch.bootstrap import BootstrapCommand, default_bootstrap_cmd
 from monarch.mesh.actor import Actor
@@ -25,6 +26,9 @@ from monarch.mesh.ownership import OwnedProcs, joined
 from monarch.mesh.proc_mesh import ProcMesh, _spawn_callbacks
 from monarch.mesh.shape import Extent, Point, Region, Slice
 from monarch.mesh.view import MeshView, overridable
+
+if TYPE_CHECKING:
+    from monarch.mesh.attach import Attachment
 
 Bootstrap = Callable[[], Any]
 CommandFor = BootstrapCommand | Callable[[Point], BootstrapCommand]
@@ -62,7 +66,8 @@ class _Setup(Actor):
 
 
 class HostMesh(MeshView):
-    """Hosts, by named dimensions; `this_host()` has none."""
+    """Hosts, by named dimensions; `this_host()` has none. The mesh that `attach_to_workers` returned is owned: only it
+    can be shut down."""
 
     def __init__(
         self,
@@ -70,7 +75,10 @@ class HostMesh(MeshView):
         region: Region,
         *,
         command: CommandFor | None = None,
+        attachments: Sequence[Attachment] | None = None,
     ) -> None:
+        self._attachments = attachments
+        self._ended: str | None = None
         self._hosts = hosts  # [position in the view]: the process in which the host's agent lives
         self._region = region
         self._command = command
@@ -106,6 +114,7 @@ class HostMesh(MeshView):
             TypeError: an argument is not of its kind.
             RuntimeError: the client has been shut down.
         """
+        self._refuse_ended()
         per_host = _checked_sizes(per_host)
         _check_kinds(bootstrap, name, proc_bind, bootstrap_command)
         name = "anon" if name is None else name
@@ -121,6 +130,7 @@ class HostMesh(MeshView):
         command = bootstrap_command if bootstrap_command is not None else self._command
 
         forwarded = self.stream_logs
+        here: Any = context().actor_instance.proc_runtime
         requests: dict[ProcId, list[LaunchRequest]] = {}
         procs: list[ProcId] = []
         for rank in range(extent.nelements):
@@ -136,7 +146,7 @@ class HostMesh(MeshView):
             if start is not None and start.is_default:
                 start = None
             title = f"monarch: {name}{point if labels else ''}"
-            origin = Origin(name, rank) if forwarded else None
+            origin = Origin(name, rank) if forwarded and host.key == here.key else None
             request = LaunchRequest(proc, title, env, start, bootstrap is not None, origin)
             requests.setdefault(host, []).append(request)
             procs.append(proc)
@@ -151,9 +161,8 @@ class HostMesh(MeshView):
         owner.owned[number] = owned
         runtime.books.owners.setdefault(owner.actor_id.number, owner)
         for host, asked in requests.items():
-            if host.key == runtime.key:
-                for each_request in asked:
-                    runtime.gateway.peer(each_request.proc)
+            for each_request in asked:
+                runtime.gateway.peer(each_request.proc)  # known from now on: it is gone when its host is
             runtime.tell(host, "launch", owner.actor_id, asked)
         mesh = ProcMesh(name, procs, region, owned)
         if bootstrap is not None:
@@ -171,18 +180,29 @@ class HostMesh(MeshView):
     @property
     def is_fake_in_process(self) -> bool:
         """Whether spawned "processes" are threads of this one, as over `inproc`."""
-        transport: str = context().actor_instance.proc_runtime.gateway.transport.scheme
-        return transport == "inproc"
+        runtime: Any = context().actor_instance.proc_runtime
+        return runtime.gateway.transport.scheme == "inproc" and runtime.host in self._hosts
 
     @overridable
     def initialized(self) -> Future[bool]:
-        """Resolves to True when every host has answered."""
+        """Resolves to True when every host has answered.
+
+        Raises (the future): RuntimeError, when a worker could not be attached to; says which, and why.
+        """
+        self._refuse_ended()
         runtime = context().actor_instance.proc_runtime
-        asked = [runtime.request(host, "await_up", [host.key]) for host in self._hosts]
+        attachments = self._attachments or ()
+        asked = [each.answer for each in attachments] or [
+            runtime.request(host, "await_up", [host.key]) for host in self._hosts
+        ]
         result: Future[bool] = Future._pending(runtime.driver, lambda: "the hosts of a mesh")
         all_answered = joined(runtime, asked)
 
         def check() -> bool:
+            for each in attachments:
+                failure = each.failure()
+                if failure is not None:
+                    raise failure
             all_answered.get(0)
             return True
 
@@ -190,32 +210,71 @@ class HostMesh(MeshView):
         return result
 
     def shutdown(self) -> Future[None]:
-        """End all processes of these hosts, and the workers that serve them.
+        """End all processes of these hosts, and the workers that serve them, for whatever clients.
 
         Raises:
-            RuntimeError: this mesh is a reference, a view, or this host itself.
+            RuntimeError: this mesh is a reference, a view, or this host itself; or it has been shut down.
         """
-        raise RuntimeError(
-            "cannot shut down `HostMesh` that is a reference instead of owned; this host ends with the client: "
-            "shutdown_context()"
-        )
+        if self._attachments is None:
+            raise RuntimeError(
+                "cannot shut down `HostMesh` that is a reference instead of owned; this host ends with the client: "
+                "shutdown_context()"
+            )
+        self._refuse_ended()
+        return self._leave("shut down", shut_down=True)
 
     def stop(self) -> Future[None]:
-        """End the processes that the current actor spawned on these hosts."""
+        """End the processes that the current actor spawned on these hosts; on an owned mesh, all that were spawned
+        through it. Workers go on, and other clients with them.
+
+        Raises:
+            RuntimeError: an owned mesh has been stopped or shut down.
+        """
+        self._refuse_ended()
+        if self._attachments is not None:
+            return self._leave("stopped", shut_down=False)
         owner = context().actor_instance
+        return joined(owner.proc_runtime, [each.stop("the host mesh is stopped") for each in self._owned_by(owner)])
+
+    def _owned_by(self, owner: Any) -> list[OwnedProcs]:
+        """The process meshes of `owner` on these hosts."""
         hosts = set(self._hosts)
-        stops = [
-            each.stop("the host mesh is stopped")
+        return [
+            each
             for each in list(owner.owned.values())
             if isinstance(each, OwnedProcs) and hosts.intersection(each.hosts)
         ]
-        return joined(owner.proc_runtime, stops)
+
+    def _leave(self, ended: str, *, shut_down: bool) -> Future[None]:
+        owner = context().actor_instance
+        runtime = owner.proc_runtime
+        for each in self._owned_by(owner):
+            each.stopping = each.stopping or f"its hosts are {ended}"
+        self._ended = ended
+        left = [each.leave(f"its hosts are {ended}", shut_down=shut_down) for each in self._attachments or ()]
+        result: Future[None] = Future._pending(runtime.driver, lambda: f"a host mesh that is being {ended}")
+
+        def check() -> None:
+            for each in self._owned_by(owner):
+                owner.owned.pop(each.number, None)
+            for answer in left:
+                error = answer.exception(0)
+                if error is not None and not isinstance(error, PeerGone):  # what is gone has ended too
+                    self._ended = None
+                    raise error
+
+        joined(runtime, left)._on_done(lambda: result._complete(check))
+        return result
+
+    def _refuse_ended(self) -> None:
+        if self._ended is not None:
+            raise RuntimeError(f"HostMesh has already been {self._ended}")
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await HostMesh.stop(self)
+        await (HostMesh.stop(self) if self._attachments is None else HostMesh.shutdown(self))
 
     async def sync_workspace(self, workspace: Any, conda: bool = False, auto_reload: bool = False) -> None:
         raise NotImplementedError("sync_workspace is planned; this version cannot copy files to hosts")

@@ -13,16 +13,6 @@ def _planned(what: str, instead: str = "") -> NoReturn:
     raise NotImplementedError(f"{what} is planned, and not part of this version{instead}")
 
 
-def run_worker_loop_forever(*, private_key: Any = None, ca: Any = None, address: Any = None) -> NoReturn:
-    _planned("serving a host for clients elsewhere", "; processes on this host: this_host().spawn_procs(...)")
-
-
-def attach_to_workers(
-    *, private_key: Any = None, ca: Any = None, workers: Any = None, name: str | None = None
-) -> NoReturn:
-    _planned("attaching to workers on other hosts", "; processes on this host: this_host().spawn_procs(...)")
-
-
 def attach(addr: str) -> NoReturn:
     _planned("attaching through a remote host")
 

@@ -283,12 +283,7 @@ class TcpTransport:
         self._check(url)
         _load()
         address = parse(url, "tcp")
-        local = address.local
-        family = socket.AF_INET6 if ":" in local.host else socket.AF_INET
-        try:
-            sock = socket.create_server((local.host, local.port), family=family, backlog=1024)
-        except OSError as error:
-            raise OSError(error.errno, f"cannot listen at {local}: {error.strerror or error}") from error
+        sock = _inherited(url, address.local.fd) if address.local.fd is not None else _bound(address.local)
         port = sock.getsockname()[1]
         shown = str(Url("tcp", address.host, address.port or port))
         adopter = _Adopter(shown)
@@ -326,6 +321,26 @@ class TcpTransport:
             if pair is not None:
                 pair.close()
             raise
+
+
+def _bound(local: Url) -> socket.socket:
+    family = socket.AF_INET6 if ":" in local.host else socket.AF_INET
+    try:
+        return socket.create_server((local.host, local.port), family=family, backlog=1024)
+    except OSError as error:
+        raise OSError(error.errno, f"cannot listen at {local}: {error.strerror or error}") from error
+
+
+def _inherited(url: str, fd: int) -> socket.socket:
+    """Raises: OSError, when descriptor `fd` is no listening TCP socket."""
+    try:
+        sock = socket.socket(fileno=fd)
+    except OSError as error:
+        raise OSError(error.errno, f"{url}: descriptor {fd} is no socket: {error.strerror}") from error
+    if sock.type != socket.SOCK_STREAM or not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        sock.detach()
+        raise OSError(errno.EINVAL, f"{url}: descriptor {fd} is no listening TCP socket")
+    return sock
 
 
 def _wait_until_up(pair: _Pair, shown: str, deadline_s: float) -> None:

@@ -5,6 +5,7 @@ tcp://host:port         IPv6 hosts in brackets; port 0 asks a listener to pick o
 ipc:///path/to/socket   a unix socket in the file system
 ipc://@name             a unix socket in Linux' abstract namespace; `ipc://` lets the listener pick a name
 shm:///path shm://@name as ipc: the socket that shared memory is agreed on over
+tcp://host:fd7          the listening socket that was inherited as descriptor 7; to listen only
 ibverbs://host:port     as tcp: where the two sides tell each other their queue pairs
 inproc://name           inside this process; `inproc://` lets the listener pick a name
 ADVERTISE@BIND          two URLs: peers dial the first, the listener binds the second (behind a NAT, in a container)
@@ -36,6 +37,8 @@ class Url:
     host: str = ""
     port: int = 0
     name: str = ""
+    fd: int | None = None
+    """The descriptor of an inherited socket, which knows its port."""
     bind: Url | None = None
     """Where the listener binds, if that is not where peers dial."""
 
@@ -52,7 +55,7 @@ class Url:
     def __str__(self) -> str:
         if self.scheme in _HOST_PORT:
             host = f"[{self.host}]" if ":" in self.host else self.host
-            text = f"{self.scheme}://{host}:{self.port}"
+            text = f"{self.scheme}://{host}:{self.port if self.fd is None else f'fd{self.fd}'}"
         else:
             text = f"{self.scheme}://{self.name}"
         return text if self.bind is None else f"{text}@{self.bind}"
@@ -71,7 +74,7 @@ def parse(text: str, scheme: str | None = None) -> Url:
         bind = _parse_one(rest[0], text)
         if bind.scheme != url.scheme:
             raise ValueError(f"{text!r}: both halves of an ADVERTISE@BIND address must have the same scheme")
-        url = Url(url.scheme, url.host, url.port, url.name, bind)
+        url = Url(url.scheme, url.host, url.port, url.name, url.fd, bind)
     if scheme is not None and url.scheme != scheme:
         raise ValueError(f"{text!r}: expected an address that starts with {scheme}://")
     return url
@@ -115,6 +118,11 @@ def _parse_one(text: str, whole: str) -> Url:
 
 def _parse_host_port(scheme: str, rest: str, whole: str) -> Url:
     host, colon, port_text = rest.rpartition(":")
+    if host == "*":
+        raise ValueError(f"{whole!r}: * is no host; to listen at all addresses of this host, {scheme}://0.0.0.0:PORT")
+    fd_text = port_text.removeprefix("fd")
+    if scheme == "tcp" and fd_text != port_text and fd_text.isascii() and fd_text.isdigit():
+        return Url(scheme, host.strip("[]"), 0, fd=int(fd_text))
     if not colon or not port_text.isascii() or not port_text.isdigit():
         raise ValueError(f"{whole!r}: expected {scheme}://HOST:PORT with a decimal port")
     port = int(port_text)

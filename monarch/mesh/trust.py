@@ -1,0 +1,122 @@
+"""The secret that the hosts of a job share: where it comes from, and when there may be none.
+
+It is the content of the file that `MONARCH_SECRET_FILE` names, or the text of `MONARCH_SECRET`. Where there is neither,
+connections that stay on this host prove a secret that is this user's own, in a file that nobody else can read; it is
+made at first use. Beyond this host nothing is opened without a secret, unless `MONARCH_INSECURE=1` says that whoever
+can connect may run code here.
+
+Secrets are no settings: they are never shown, logged, or handed on with the configuration.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import stat
+from typing import Final
+
+from monarch.core.address import EVERYWHERE, domain_of
+from monarch.errors import AuthenticationError
+from monarch.log import get_logger
+
+log = get_logger("monarch.trust")
+
+FILE_VARIABLE: Final = "MONARCH_SECRET_FILE"
+VARIABLE: Final = "MONARCH_SECRET"
+INSECURE_VARIABLE: Final = "MONARCH_INSECURE"
+
+_SECRET_BYTES: Final = 32
+_LEAST_BYTES: Final = 16
+_NONE: Final = b"MONARCH_INSECURE: no secret"
+
+
+class NoSecret(AuthenticationError):
+    """The network needs a secret, and there is none, or none that is good enough."""
+
+
+def new_secret() -> str:
+    """A secret as text, good for a file or a variable."""
+    return secrets.token_hex(_SECRET_BYTES)
+
+
+def shared_secret(url: str) -> bytes:
+    """What a link to or from that address proves.
+
+    Raises:
+        NoSecret: says what to do.
+    """
+    configured = _configured()
+    if configured is not None:
+        return configured
+    if domain_of(url, b"") != EVERYWHERE:
+        return _own_secret()
+    if os.environ.get(INSECURE_VARIABLE) == "1":
+        log.warning(
+            "network.insecure",
+            address=url,
+            meaning="MONARCH_INSECURE=1: whoever can connect can run code here. `monarch secret new` makes a secret.",
+        )
+        return _NONE
+    raise NoSecret(
+        f"{url} can be reached from other machines, and there is no secret that tells friends from strangers. Make one "
+        f"with `monarch secret new FILE`, copy the file to all hosts, and set {FILE_VARIABLE}=FILE on each. Where "
+        f"everybody who can connect may run code on this machine, {INSECURE_VARIABLE}=1 does without"
+    )
+
+
+def _configured() -> bytes | None:
+    path = os.environ.get(FILE_VARIABLE)
+    if path:
+        try:
+            with open(path, "rb") as file:
+                mode = os.fstat(file.fileno()).st_mode
+                secret = file.read().strip()
+        except OSError as error:
+            raise NoSecret(f"{FILE_VARIABLE}: the secret cannot be read: {error}") from error
+        if mode & (stat.S_IRWXG | stat.S_IRWXO):
+            raise NoSecret(f"{FILE_VARIABLE}: {path} can be read by others; chmod 600 {path}")
+        return _good(secret, FILE_VARIABLE)
+    text = os.environ.get(VARIABLE)
+    return _good(text.strip().encode(), VARIABLE) if text else None
+
+
+def _good(secret: bytes, source: str) -> bytes:
+    if len(secret) < _LEAST_BYTES:
+        raise NoSecret(
+            f"{source}: the secret has {len(secret)} bytes, and can be guessed; make one: `monarch secret new`"
+        )
+    return secret
+
+
+def _own_secret() -> bytes:
+    """This user's secret for what stays on this host."""
+    folder = f"/run/user/{os.getuid()}"  # never by the environment: all processes of a user must find the same
+    if not os.access(folder, os.W_OK):
+        folder = f"/tmp/monarch-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(folder, 0o700)
+    found = os.lstat(folder)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise NoSecret(f"{folder} belongs to another user, or others may write to it; set {FILE_VARIABLE} to a file")
+    path = os.path.join(folder, "monarch-secret")
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+        return file.read()
+    write_secret(path, new_secret())
+    with open(path, "rb") as file:  # of whoever was first
+        return file.read()
+
+
+def write_secret(path: str, secret: str) -> bool:
+    """Put a secret into a new file that only its owner can read; False: there is a file already, which stays."""
+    new = f"{path}.{secrets.token_hex(4)}"
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with open(descriptor, "w") as file:
+            file.write(secret)
+        os.link(new, path)  # whole, or not at all
+    except FileExistsError:
+        return False
+    finally:
+        os.unlink(new)
+    return True

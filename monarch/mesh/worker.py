@@ -1,0 +1,266 @@
+"""The worker of a host: serves any number of clients, one after the other or at once, until it is told to end.
+
+Each client names the agents that work for it (`HostAgent`), and the worker makes them: a link whose hello asks for an
+agent that is not there makes it, and is handed to it with all that follows, as is every later link that names it. So a
+host has one port, and what a client does there is its own: its settings, its processes, and their end when it is gone.
+Agents are `MeshProc`s in the worker's process. No code of users runs here, so a worker is never busy with it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, Final, NoReturn
+
+from attrs import define, field
+
+from monarch.core.address import EVERYWHERE, Place, domain_of
+from monarch.core.envelope import Envelope
+from monarch.core.gateway import refuse
+from monarch.core.ids import ProcId, Uid
+from monarch.core.monitor import Down
+from monarch.core.poller import Poller
+from monarch.core.protocol import Hello
+from monarch.errors import ProtocolError, TransportError
+from monarch.launch.launcher import Exit
+from monarch.log import get_logger, show_what_was_asked_for
+from monarch.mesh.agent import MeshProc
+from monarch.mesh.host import Boot, HostAgent, LaunchRequest, ProcessStarter
+from monarch.mesh.network import advertised, beside
+from monarch.mesh.trust import shared_secret
+from monarch.transports import registry
+from monarch.transports.base import Frame, Link
+from monarch.transports.url import parse
+
+log = get_logger("monarch.worker")
+
+TRUST_ALL: Final = "trust_all_connections"
+_HELLO_S: Final = 10.0
+_ORPHAN_GRACE_S: Final = 1.0
+_GOODBYE_S: Final = 2.0
+
+
+def check_ca(ca: object, private_key: object) -> None:
+    """Raises: NotImplementedError for certificates, ValueError for what is none."""
+    if private_key is not None or ca not in (None, TRUST_ALL):
+        raise NotImplementedError(
+            "certificates for links between hosts are planned, and not part of this version: leave private_key out, "
+            f"and ca={TRUST_ALL!r}; connections prove the secret of MONARCH_SECRET_FILE"
+        )
+
+
+class _Shared:
+    """The worker's starter, as one of its agents uses it."""
+
+    def __init__(self, starter: ProcessStarter) -> None:
+        self._starter = starter
+
+    def start(self, requests: list[LaunchRequest], boots: list[Boot], on_exit: list[Callable[[Exit], None]]) -> Any:
+        return self._starter.start(requests, boots, on_exit)
+
+    def show(self, keys: list[int], show: bool, window_s: float | None) -> bool:
+        return self._starter.show(keys, show, window_s)
+
+    def close(self, timeout_s: float) -> None:
+        """It is the worker's."""
+
+
+@define(eq=False)
+class _Tenant:
+    """The agent of a client's host mesh, and where it lives."""
+
+    runtime: MeshProc
+    agent: HostAgent
+    client: ProcId
+    leaving: bool = False
+    when_gone: list[Callable[[], None]] = field(factory=list)
+
+
+class Worker:
+    """See the module. `serve` runs on the thread that calls it; the address is listened at from the beginning.
+
+    Raises (the constructor): NoSecret, ValueError, NotViable, OSError.
+    """
+
+    def __init__(self, address: str) -> None:
+        url = parse(advertised(address))
+        secret = shared_secret(str(url))
+        self._secret = secret
+        self._listener = registry.for_url(address).listen(str(url), secret)
+        self.url = self._listener.url
+        self._place = Place(domain_of(self.url, secret), self.url)
+        self._openings = [(beside(url), secret)] if self._place.domain == EVERYWHERE else []
+        choice = registry.choose()
+        self._transport = choice.transport
+        self._poller = Poller()
+        scheme = choice.transport.scheme
+        self._starter = ProcessStarter(self, [scheme, "tcp"] if self._openings and scheme != "tcp" else [scheme])
+        self._tenants: dict[str, _Tenant] = {}
+        self._newcomers: dict[Link, int] = {}
+        self._over = False
+        self.add_pollable(self._listener.fileno(), self._accept)
+        log.info("worker.listening", address=self.url, processes=scheme, reason=choice.reason)
+
+    # ---- the loop
+
+    def add_pollable(self, fd: int, action: Callable[[], None]) -> None:
+        self._poller.register(fd, lambda _: action())
+
+    def remove_pollable(self, fd: int) -> None:
+        self._poller.unregister(fd)
+
+    def serve(self) -> None:
+        """Until a client shuts the worker down; an exception such as KeyboardInterrupt ends everything here first."""
+        try:
+            while not self._over:
+                self._poller.poll(None)
+        finally:
+            self.close()
+
+    def end(self) -> None:
+        """Let `serve` return. From any thread."""
+        self._over = True
+        self._poller.wake()
+
+    def close(self) -> None:
+        self._listener.close()
+        self._starter.close(_ORPHAN_GRACE_S)
+        tenants = list(self._tenants.values())
+        threads = [threading.Thread(target=each.runtime.close, args=(_GOODBYE_S,)) for each in tenants]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(2 * _GOODBYE_S)
+        for link in list(self._newcomers):
+            link.abort()
+
+    # ---- newcomers
+
+    def _accept(self) -> None:
+        for link in self._listener.accept_nowait():
+            self._newcomers[link] = fd = link.fileno()
+            self._poller.register(fd, lambda _, link=link: self._on_first(link))  # type: ignore[misc]
+            self._poller.call_later(_HELLO_S, lambda link=link: self._drop(link))  # type: ignore[misc]
+            self._on_first(link)
+
+    def _forget(self, link: Link) -> bool:
+        fd = self._newcomers.pop(link, None)
+        if fd is not None:
+            self._poller.unregister(fd)
+        return fd is not None
+
+    def _drop(self, link: Link) -> None:
+        if self._forget(link):
+            link.abort()
+
+    def _on_first(self, link: Link) -> None:
+        if link not in self._newcomers:
+            return
+        try:
+            frames = link.recv_nowait()
+            if not frames:
+                return
+            hello = Hello.decode(frames[0])
+            client = ProcId.from_string(hello.proc)
+            wanted = Uid.from_string(hello.to)
+        except TransportError as error:
+            log.debug("link.refused", peer=link.peer, error=str(error))
+            self._drop(link)
+            return
+        except (ProtocolError, ValueError) as error:
+            log.warning("link.refused", peer=link.peer, error=str(error))
+            self._refuse(link, str(error))
+            return
+        self._hand_over(link, frames, hello, client, wanted)
+
+    def _refuse(self, link: Link, reason: str) -> None:
+        self._forget(link)
+        refuse(link, reason)
+
+    def _hand_over(self, link: Link, frames: list[Frame], hello: Hello, client: ProcId, wanted: Uid) -> None:
+        tenant = self._tenants.get(hello.to)
+        if tenant is None and hello.attaches:
+            tenant = self._make(client, wanted)
+        if tenant is None or tenant.leaving:
+            self._refuse(
+                link, f"this worker knows no agent {hello.to}: its client is gone, or the worker was restarted"
+            )
+            return
+        self._forget(link)
+        tenant.runtime.gateway.adopt(link, frames)
+
+    # ---- agents
+
+    def _make(self, client: ProcId, uid: Uid) -> _Tenant:
+        scheme = self._transport.scheme
+        runtime = MeshProc(ProcId(uid), self._transport, self._secret, root=client)
+        runtime.openings = self._openings
+        gateway = runtime.gateway
+        gateway.listen(registry.any_address(scheme))
+        gateway.ways.secrets[self._place.domain] = self._secret
+        gateway.answer_at(self._place)
+        agent = HostAgent(runtime, _Shared(self._starter), registry.any_address(scheme))
+        tenant = self._tenants[str(uid)] = _Tenant(runtime, agent, client)
+
+        def on_gone(key: int, down: Down) -> None:
+            if key == client.key:
+                self._leave(tenant, f"its client is gone: {down.reason}", lambda: None)
+
+        def on_attach(envelope: Envelope, config: dict[str, Any], path: tuple[str, ...]) -> None:
+            agent.config, agent.path = config, path
+            log.info("client.attached", client=str(client.uid), agent=str(uid))
+            runtime.answer(envelope, "attached", self.url, os.getpid(), socket.gethostname())
+
+        def on_leave(envelope: Envelope, reason: str, shut_down: bool) -> None:
+            def gone() -> None:
+                runtime.answer(envelope, "left")
+                if shut_down:
+                    self._poller.call_later(0.0, self.end)
+
+            self._leave(tenant, reason, gone)
+
+        runtime.on_proc_gone.append(on_gone)
+        runtime.handlers["attach"] = on_attach
+        runtime.handlers["leave"] = on_leave
+        return tenant
+
+    def _leave(self, tenant: _Tenant, reason: str, then: Callable[[], None]) -> None:
+        """End a client's processes here, then its agent. On the agent's driving thread."""
+        tenant.when_gone.append(then)
+        if tenant.leaving:
+            return
+        tenant.leaving = True
+
+        def gone() -> None:
+            for each in tenant.when_gone:
+                each()
+            threading.Thread(target=self._bury, args=(tenant,), name="monarch-leave", daemon=True).start()
+
+        tenant.agent.end(reason, _ORPHAN_GRACE_S, gone)
+
+    def _bury(self, tenant: _Tenant) -> None:
+        tenant.runtime.close(_GOODBYE_S)
+        self._tenants.pop(str(tenant.runtime.proc_id.uid), None)
+        log.info("client.left", client=str(tenant.client.uid))
+
+
+def run_worker_loop_forever(*, private_key: Any = None, ca: Any = TRUST_ALL, address: str) -> NoReturn:
+    """Make this process the worker of its host. Ends with status 0 when a client shuts it down.
+
+    Args:
+        private_key: None; certificates are planned.
+        ca: "trust_all_connections"; connections prove the secret nevertheless, where they can come from elsewhere.
+        address: where to listen: `tcp://HOST:PORT`, `ipc:///PATH`, `ADVERTISE@BIND`, or `tcp://HOST:fd7` for an
+            inherited socket.
+
+    Raises:
+        NoSecret: the address can be reached from other hosts, and there is no secret.
+        ValueError, NotViable, OSError: nobody can listen there.
+    """
+    check_ca(ca, private_key)
+    show_what_was_asked_for()
+    Worker(address).serve()
+    sys.exit(0)

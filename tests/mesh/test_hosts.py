@@ -1,0 +1,276 @@
+"""Hosts with workers: attaching, spawning and calling there, leaving, and who outlives whom."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from monarch.actor import Actor, HostMesh, SupervisionError, attach_to_workers, endpoint, this_host
+from monarch.config import configured
+from monarch.core import protocol, settings
+from monarch.core.future import Future
+from monarch.testing import TestClient, fresh_client, wait_until_gone
+from tests.mesh.actors import Worker
+from tests.mesh.workers import worker
+
+LIMIT_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """Two workers that no test kills: one over a socket in the file system, one over loopback."""
+    path = tmp_path_factory.mktemp("workers") / "one"
+    with socket.create_server(("127.0.0.1", 0)) as inherited:
+        os.set_inheritable(inherited.fileno(), True)
+        port = inherited.getsockname()[1]
+        urls = f"ipc://{path}", f"tcp://127.0.0.1:fd{inherited.fileno()}"
+        with worker(urls[0]), worker(urls[1]):
+            yield [urls[0], f"tcp://127.0.0.1:{port}"]
+
+
+@pytest.fixture
+def client() -> Iterator[TestClient]:
+    with fresh_client("shm", cleanup_timeout="1s", process_exit_timeout="3s") as client:
+        yield client
+
+
+@pytest.fixture
+def hosts(client: TestClient, workers: list[str]) -> HostMesh:
+    return attach_to_workers(ca="trust_all_connections", workers=workers)
+
+
+class Teller(Actor):
+    @endpoint
+    def setting(self, name: str) -> Any:
+        return settings.get(name)  # type: ignore[call-overload]
+
+
+class Caller(Worker):
+    """Calls others from where it runs."""
+
+    @endpoint
+    def pids_of(self, mesh: Any) -> list[int]:
+        return list(mesh.pid.call().get(LIMIT_S).values())
+
+    @endpoint
+    def host(self) -> HostMesh:
+        return this_host()
+
+    @endpoint
+    def spawned(self) -> int:
+        return int(this_host().spawn_procs({"x": 1}).spawn("inner", Worker).pid.call_one().get(LIMIT_S))
+
+
+def test_processes_of_hosts_are_a_mesh_like_any_other(hosts: HostMesh) -> None:
+    assert hosts.initialized.get(LIMIT_S) is True
+    assert dict(hosts.extent) == {"hosts": 2}
+    procs = hosts.spawn_procs({"gpus": 2})
+    mesh = procs.spawn("worker", Worker)
+    pids = mesh.pid.call().get(LIMIT_S)
+    assert dict(pids.extent) == {"hosts": 2, "gpus": 2} and len(set(pids.values())) == 4
+    assert mesh.slice(hosts=1).birth.call().get(LIMIT_S).item(gpus=1) == {"hosts": 1, "gpus": 1}
+    hosts.stop().get(LIMIT_S)
+    for pid in pids.values():
+        wait_until_gone(pid)
+    with pytest.raises(RuntimeError, match="HostMesh has already been stopped"):
+        hosts.spawn_procs()
+
+
+def test_processes_call_each_other_whatever_hosts_they_are_on(hosts: HostMesh) -> None:
+    there = hosts.spawn_procs().spawn("there", Caller)
+    here = this_host().spawn_procs({"x": 1}).spawn("here", Caller)
+    pids = list(there.pid.call().get(LIMIT_S).values())
+    (own,) = here.pid.call().get(LIMIT_S).values()
+    assert here.pids_of.call_one(there).get(LIMIT_S) == pids
+    assert there.slice(hosts=0).pids_of.call_one(here).get(LIMIT_S) == [own]
+    assert there.slice(hosts=0).pids_of.call_one(there.slice(hosts=1)).get(LIMIT_S) == [pids[1]]
+
+
+def test_large_arguments_and_results_arrive(hosts: HostMesh) -> None:
+    there = hosts.spawn_procs().spawn("there", Worker)
+    data = os.urandom(3 << 20)
+    assert [bytes(each) for each in there.echo.call(data).get(LIMIT_S).values()] == [data, data]
+
+
+def test_this_host_of_an_actor_is_the_host_in_the_mesh(hosts: HostMesh) -> None:
+    there = hosts.spawn_procs({"gpus": 1}).spawn("there", Caller)
+    for i in range(2):
+        assert there.slice(hosts=i, gpus=0).host.call_one().get(LIMIT_S) == hosts.slice(hosts=i)
+    assert there.slice(hosts=1, gpus=0).spawned.call_one().get(LIMIT_S) != os.getpid()
+
+
+def test_settings_of_the_client_count_on_its_hosts(hosts: HostMesh, workers: list[str]) -> None:
+    with configured(actor_spawn_max_idle="17s"):
+        others = attach_to_workers(workers=workers[:1])
+    tellers = [mesh.spawn_procs().spawn("teller", Teller) for mesh in (others, hosts)]
+    told = [mesh.setting.call("actor_spawn_max_idle").get(LIMIT_S) for mesh in tellers]
+    assert [list(each.values()) for each in told] == [[17.0], [30.0, 30.0]]
+
+
+def test_a_stopped_mesh_leaves_other_meshes_on_the_same_workers_alone(client: TestClient, workers: list[str]) -> None:
+    one, two = (attach_to_workers(workers=workers) for _ in range(2))
+    first, second = one.spawn_procs().spawn("w", Worker), two.spawn_procs().spawn("w", Worker)
+    gone = list(first.pid.call().get(LIMIT_S).values())
+    assert len(second.pid.call().get(LIMIT_S)) == 2
+    one.stop().get(LIMIT_S)
+    for pid in gone:
+        wait_until_gone(pid)
+    assert len(second.pid.call().get(LIMIT_S)) == 2
+    with pytest.raises(SupervisionError, match="stopped"):
+        first.pid.call().get(LIMIT_S)
+    assert len(attach_to_workers(workers=workers).spawn_procs().spawn("w", Worker).pid.call().get(LIMIT_S)) == 2
+
+
+def test_views_and_references_of_hosts_cannot_be_shut_down(hosts: HostMesh) -> None:
+    for mesh in (hosts.slice(hosts=0), pickle.loads(pickle.dumps(hosts)), this_host()):
+        with pytest.raises(RuntimeError, match="cannot shut down `HostMesh` that is a reference instead of owned"):
+            mesh.shutdown()
+
+
+def test_addresses_may_be_futures(client: TestClient, workers: list[str]) -> None:
+    later: Future[str] = Future._pending(None)
+    hosts = attach_to_workers(workers=[later, workers[1]])
+    mesh = hosts.spawn_procs().spawn("w", Worker)
+    pids = mesh.pid.call()
+    later._complete(lambda: workers[0])
+    assert len(pids.get(LIMIT_S)) == 2
+
+
+def test_shutdown_ends_processes_and_workers(client: TestClient, tmp_path: Path) -> None:
+    with worker(f"ipc://{tmp_path}/w") as served:
+        hosts = attach_to_workers(workers=[served.url])
+        pid = hosts.spawn_procs().spawn("w", Worker).pid.call_one().get(LIMIT_S)
+        hosts.shutdown().get(LIMIT_S)
+        wait_until_gone(pid)
+        assert served.process.wait(LIMIT_S) == 0
+        with pytest.raises(RuntimeError, match="HostMesh has already been shut down"):
+            hosts.shutdown()
+
+
+def test_shutdown_right_after_a_spawn_that_is_not_finished(client: TestClient, tmp_path: Path) -> None:
+    with worker(f"ipc://{tmp_path}/w") as served:
+        hosts = attach_to_workers(workers=[served.url])
+        hosts.spawn_procs({"gpus": 2})
+        assert hosts.shutdown().get(LIMIT_S) is None
+
+
+def test_an_unreachable_worker_is_named_in_time(client: TestClient) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        url = f"tcp://127.0.0.1:{unused.getsockname()[1]}"
+    with configured(mesh_attach_config_timeout="300ms"):
+        hosts = attach_to_workers(workers=[url])
+        with pytest.raises(RuntimeError, match=f"attach failed: config push failed during attach to {url}"):
+            hosts.initialized.get(LIMIT_S)
+
+
+def test_an_address_that_never_comes_is_given_up(client: TestClient) -> None:
+    with configured(mesh_attach_config_timeout="100ms"):
+        hosts = attach_to_workers(workers=[Future._pending(None)])
+        with pytest.raises(RuntimeError, match=r"attach failed.*its address was not known in 0\.1 s"):
+            hosts.initialized.get(LIMIT_S)
+
+
+def test_a_worker_that_is_killed_is_the_failure_of_its_processes(client: TestClient, tmp_path: Path) -> None:
+    with worker(f"ipc://{tmp_path}/w") as served:
+        hosts = attach_to_workers(workers=[served.url])
+        mesh = hosts.spawn_procs().spawn("w", Worker)
+        pid = mesh.pid.call_one().get(LIMIT_S)
+        served.kill()
+        client.expect_fault("w")
+        with pytest.raises(SupervisionError):
+            mesh.pid.call_one().get(LIMIT_S)
+        wait_until_gone(pid)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+def test_a_client_that_is_killed_leaves_nothing_on_its_hosts(workers: list[str], signum: int) -> None:
+    pids = _pids_of_client(workers, f"os.kill(os.getpid(), {int(signum)})")
+    for pid in pids:
+        wait_until_gone(pid)
+
+
+def test_a_client_that_ends_leaves_nothing_on_its_hosts(workers: list[str]) -> None:
+    for pid in _pids_of_client(workers, ""):
+        wait_until_gone(pid)
+
+
+def _pids_of_client(workers: list[str], end: str) -> list[int]:
+    """Run a client that spawns on the workers, and ends in that way; the processes that it had there."""
+    script = f"""
+        import os
+        from monarch.actor import attach_to_workers
+        from tests.mesh.actors import Worker
+
+        if __name__ == "__main__":
+            mesh = attach_to_workers(workers={workers!r}).spawn_procs({{"gpus": 2}}).spawn("w", Worker)
+            print(*mesh.pid.call().get({LIMIT_S}).values(), flush=True)
+            {end}
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    pids = [int(each) for each in found.stdout.split()]
+    assert len(pids) == 4, found.stderr
+    assert found.stderr == ""
+    return pids
+
+
+def test_a_peer_of_another_version_is_refused_in_plain_words(
+    client: TestClient, workers: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode = protocol.Hello.encode
+    monkeypatch.setattr(
+        protocol.Hello, "encode", lambda self: _with_python(encode(self), "3.7") if self.attaches else encode(self)
+    )
+    hosts = attach_to_workers(workers=workers[:1])
+    with pytest.raises(RuntimeError, match=r"the peer runs Python 3\.7, this process Python 3\.\d+"):
+        hosts.initialized.get(LIMIT_S)
+
+
+def _with_python(frame: Any, version: str) -> Any:
+    return [frame[0], json.dumps(json.loads(frame[1]) | {"python": version}).encode()]
+
+
+@pytest.mark.parametrize(
+    ("workers", "error", "match"),
+    [
+        ([], ValueError, "empty"),
+        ("tcp://127.0.0.1:1", TypeError, "list of addresses"),
+        (["nowhere"], ValueError, "is no address"),
+        (["tcp://192.0.2.1:1"], Exception, "MONARCH_SECRET_FILE"),
+    ],
+)
+def test_bad_addresses_are_refused_at_once(
+    client: TestClient, workers: Any, error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        attach_to_workers(workers=workers)
+    with pytest.raises(NotImplementedError, match="certificates"):
+        attach_to_workers(ca=b"PEM", workers=["tcp://127.0.0.1:1"])
+
+
+def _refusal_of_worker(url: str, **env: str) -> str:
+    command = [sys.executable, "-m", "monarch", "worker", "--listen", url]
+    found = subprocess.run(command, env=os.environ | env, capture_output=True, text=True, timeout=30, check=False)
+    assert found.returncode == 1
+    return found.stderr
+
+
+def test_a_worker_refuses_the_network_without_a_secret(tmp_path: Path) -> None:
+    assert "there is no secret that tells friends from strangers" in _refusal_of_worker("tcp://192.0.2.1:1")
+    assert "can be guessed" in _refusal_of_worker("tcp://192.0.2.1:1", MONARCH_SECRET="abc")
+    readable = tmp_path / "secret"
+    readable.write_text("s" * 64)
+    readable.chmod(0o644)
+    assert "can be read by others" in _refusal_of_worker("tcp://192.0.2.1:1", MONARCH_SECRET_FILE=str(readable))
+    assert "* is no host" in _refusal_of_worker("tcp://*:1")

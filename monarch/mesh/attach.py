@@ -23,9 +23,9 @@ from monarch.core.ids import ProcId, Uid
 from monarch.core.monitor import Down
 from monarch.core.peer import State
 from monarch.log import get_logger
-from monarch.mesh.agent import MeshProc
 from monarch.mesh.context import context
 from monarch.mesh.host_mesh import HostMesh
+from monarch.mesh.mesh_proc import MeshProc
 from monarch.mesh.network import address_towards
 from monarch.mesh.shape import Region, Slice
 from monarch.mesh.trust import shared_secret

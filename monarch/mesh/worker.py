@@ -27,8 +27,8 @@ from monarch.core.protocol import Hello
 from monarch.errors import ProtocolError, TransportError
 from monarch.launch.launcher import Exit
 from monarch.log import get_logger, show_what_was_asked_for
-from monarch.mesh.agent import MeshProc
 from monarch.mesh.host import Boot, HostAgent, LaunchRequest, ProcessStarter
+from monarch.mesh.mesh_proc import MeshProc
 from monarch.mesh.network import advertised, beside
 from monarch.mesh.trust import shared_secret
 from monarch.transports import registry

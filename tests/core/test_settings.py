@@ -56,6 +56,8 @@ def test_the_defaults_are_those_of_the_table(table):
         "rdma_cq_busy_poll_window": "0s",
         "stack_signal": "SIGURG",
         "preload": "auto",
+        "advertise_host": "",
+        "mesh_attach_config_timeout": "1m",
         "shared_memory_bytes": 8 << 30,
         "undeliverable_fails_sender": True,
     }

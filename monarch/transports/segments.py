@@ -23,6 +23,8 @@ from collections.abc import Callable
 from types import CodeType
 from typing import Any, Final, Protocol
 
+from monarch.transports.memory import allocate
+
 SMALLEST_BYTES: Final = 64 << 10
 """Of a slot. Smaller parts travel through the socket: two copies by the kernel cost less."""
 
@@ -135,17 +137,53 @@ def _give_back(mapping: Mapping, mark: int) -> None:
     mapping.marks[mark] = 0
 
 
+def _check_place(file_bytes: int, offset: int, size_bytes: int, mark: int) -> None:
+    if offset + size_bytes > file_bytes or mark >= file_bytes:
+        raise ValueError(f"{size_bytes} bytes at {offset} of a segment of {file_bytes}")
+
+
 def borrow(mapping: Mapping, offset: int, size_bytes: int, mark: int) -> memoryview:
     """The memory at `offset`, writable; the mark is cleared when the last object that uses it is gone.
 
     Raises:
         ValueError: it is not inside the mapping.
     """
-    if offset + size_bytes > mapping.size_bytes or mark >= mapping.size_bytes:
-        raise ValueError(f"{size_bytes} bytes at {offset} of a segment of {mapping.size_bytes}")
+    _check_place(mapping.size_bytes, offset, size_bytes, mark)
     loan = Loan.from_address(mapping.address + offset)
     loan.end = at_end(_give_back, mapping, mark)  # keeps the mapping
     return memoryview(loan).cast("B")[:size_bytes]
+
+
+class Unmapped:
+    """A file of shared memory for which the address space has no room: what is lent there is read, into own memory."""
+
+    def __init__(self, fd: int) -> None:
+        """Owns `fd`."""
+        self._fd = fd
+        self._size_bytes = os.fstat(fd).st_size
+
+    def read(self, offset: int, size_bytes: int, mark: int) -> memoryview:
+        """As `borrow`, and gives the memory back at once."""
+        _check_place(self._size_bytes, offset, size_bytes, mark)
+        own = allocate(size_bytes)
+        done = 0
+        while done < size_bytes:
+            done += os.preadv(self._fd, [own[done:]], offset + done)
+        os.pwrite(self._fd, b"\0", mark)
+        return own
+
+    def __del__(self, close: Any = os.close) -> None:
+        close(self._fd)
+
+
+def attach(fd: int) -> Mapping | Unmapped:
+    """The file of another process; owns `fd`."""
+    try:
+        mapping = Mapping(os.dup(fd))
+    except OSError:
+        return Unmapped(fd)
+    os.close(fd)
+    return mapping
 
 
 class Holder(Protocol):

@@ -26,7 +26,7 @@ from monarch.transports.framing import DESCRIPTION_BYTES, FrameDecoder, encode_j
 from monarch.transports.ipc import UnixTransport, credentials
 from monarch.transports.memory import allocate, copy
 from monarch.transports.pool import Pool
-from monarch.transports.segments import Mapping, borrow, can_share
+from monarch.transports.segments import Mapping, Unmapped, attach, borrow, can_share
 from monarch.transports.stream import StreamLink
 
 _DESCRIPTION: Final = Struct("<IIQII")  # segment, mark, offset, kind of loan, 0
@@ -121,7 +121,7 @@ class _Sharing:
         self._sock, self._pool = sock, pool
         self._process = _Process(sock)
         self._announced: set[int] = set()  # numbers of our segments that the peer has, or will have
-        self._mappings: dict[int, Mapping] = {}  # the peer's segments
+        self._segments: dict[int, Mapping | Unmapped] = {}  # the peer's
 
     def lend(self, part: Buffer) -> bytes | None:
         """The description of a part for the peer, or None: it goes through the socket."""
@@ -147,19 +147,21 @@ class _Sharing:
             RemoteProtocolError: there is no such memory.
         """
         number, mark, offset, kind, _ = _DESCRIPTION.unpack(description)
-        mapping = self._mappings.get(number)
+        segment = self._segments.get(number)
         try:
-            if mapping is None:
-                mapping = self._mappings[number] = self._map()
-            memory = borrow(mapping, offset, size_bytes, mark)
+            if segment is None:
+                segment = self._segments[number] = self._attach()
+            if isinstance(segment, Unmapped):
+                return segment.read(offset, size_bytes, mark)
+            memory = borrow(segment, offset, size_bytes, mark)
         except (OSError, ValueError, IndexError) as error:
             raise RemoteProtocolError(f"shared memory of the peer cannot be read: {error}") from error
         return memory if kind == _FOR_GOOD else _copied(memory)
 
-    def _map(self) -> Mapping:
+    def _attach(self) -> Mapping | Unmapped:
         if not self._sock.arrived:
             raise IndexError("its descriptor has not arrived; this process may have too many open files (`ulimit -n`)")
-        return Mapping(self._sock.arrived.popleft())
+        return attach(self._sock.arrived.popleft())
 
 
 def _copied(memory: memoryview) -> memoryview:

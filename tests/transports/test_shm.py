@@ -14,6 +14,7 @@ from monarch.transports import registry
 from monarch.transports.base import Link
 from monarch.transports.framing import ELSEWHERE, header
 from monarch.transports.pool import Pool
+from monarch.transports.segments import Mapping
 from tests.transports.drive import SECRET, WAIT_S, Receiver, connected, exchange, wait_until
 
 TRANSPORT = registry.get("shm")
@@ -85,6 +86,22 @@ def test_many_sizes_pass_over_one_link(pool, links):
     frames = [[bytes([i]) * ((1 << (i % 9 + 15)) + i)] for i in range(60)]
     for frame, (part,) in zip(frames, exchange(*links, frames), strict=True):
         assert part == frame[0]
+
+
+def test_a_receiver_without_room_to_map_reads(pool, links, monkeypatch):
+    def refuse(mapping: Mapping, flags: int) -> int:
+        raise OSError(12, "Cannot allocate memory")
+
+    memory = pool.allocate(MIB)
+    memory[:] = b"x" * MIB
+    with monkeypatch.context() as patch:
+        patch.setattr(Mapping, "_map", refuse)
+        ((first,),) = exchange(*links, [[memory]])
+    ((second,),) = exchange(*links, [[memory]])
+    del memory
+    assert pool.statistics()["lent_slots"] == 0
+    first[0] = 7
+    assert second == b"x" * MIB
 
 
 def test_a_description_of_what_is_not_there_breaks_the_link(links):

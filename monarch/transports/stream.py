@@ -118,13 +118,7 @@ class StreamLink:
         with self._send_lock:
             if self._is_shut:
                 raise self._end or LinkClosed(f"the link to {self.peer} is closed")
-            taken = 0
-            size = self._out_bytes
-            for frame in frames:
-                if size >= QUEUE_BYTES:
-                    break
-                size += 4 + 8 * len(frame) + sum(map(len, frame))
-                taken += 1
+            taken = self._room_for(frames) if len(frames) > 1 or self._out else len(frames)
             if taken:
                 buffers = self._encode(frames if taken == len(frames) else frames[:taken])
                 if len(buffers) == 1 and not self._out:  # the common case: a small frame, and room for it
@@ -142,6 +136,16 @@ class StreamLink:
                 self._out_bytes += sum(map(len, buffers))
             self._flush()
             return taken
+
+    def _room_for(self, frames: Sequence[Sequence[Buffer]]) -> int:
+        """How many of the frames are taken: one after the other, until the queue is full."""
+        taken, size = 0, self._out_bytes
+        for frame in frames:
+            if size >= QUEUE_BYTES:
+                break
+            size += 4 + 8 * len(frame) + sum(map(len, frame))
+            taken += 1
+        return taken
 
     def flush_nowait(self) -> bool:
         with self._send_lock:

@@ -9,7 +9,7 @@ from typing import Any
 
 from monarch.version import __version__ as __version__
 
-_MODULES = ("actor", "config")
+_MODULES = ("actor", "builtins", "config")
 _LAZY = {
     "ActorFuture": ("monarch.core.future", "Future"),
     "Extent": ("monarch.mesh.shape", "Extent"),
@@ -25,19 +25,17 @@ _TENSORS = {
     "dispatch": "get_active_mesh no_mesh",
     "errors": "DeviceException RemoteException",
     "fetch": "fetch_shard inspect show",
+    "gradients": "grad_function grad_generator",
+    "graphs": "coalescing compile",
     "handle": "Tensor",
+    "opaque": "OpaqueRef RemoteProcessGroup",
     "remote": "call_on_shard_and_fetch remote",
     "streams": "Stream get_active_stream",
 }
 _LAZY.update(
     {name: (f"monarch.mesh.tensor.{module}", name) for module, names in _TENSORS.items() for name in names.split()}
 )
-_PLANNED = frozenset(
-    """
-    Future OpaqueRef RemoteProcessGroup Selection Simulator builtins coalescing function_resolvers grad_function
-    grad_generator mast_reserve set_meta timer world_mesh
-    """.split()
-)
+_PLANNED = frozenset("Future Selection Simulator function_resolvers mast_reserve set_meta timer world_mesh".split())
 
 
 def __getattr__(name: str) -> Any:

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from monarch.mesh.tensor.commands import Hole
 from monarch.mesh.tensor.engine import Lane, Place, engine_of, forget_templates, next_number
 from monarch.mesh.tensor.errors import format_stack, stack_of
-from monarch.mesh.tensor.handle import Ref, Tensor
+from monarch.mesh.tensor.handle import Ref, Tensor, refused
 from monarch.mesh.tensor.propagation import Plan, plan
 from monarch.mesh.tensor.streams import get_active_stream
 
@@ -164,13 +164,16 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     lane = place.lane
     if found.number not in lane.templates:
         lane.define_template(found.number, found.template)
+    engine = lane.engine
+    if engine.recorder is not None:
+        engine.recorder.uses(refs)
     numbers = [ref.number for ref in refs]
     stack = stack_of(sys._getframe(1))
     if found.single is not None:
-        number = lane.engine.new()
+        number = engine.new()
         lane.append((found.number, *numbers, *[(x,) for x in varying], number), stack)
         return Tensor(Ref(number, place, found.single))
-    number = lane.engine.new(found.new) if found.new else 0
+    number = engine.new(found.new) if found.new else 0
     lane.append((found.number, *numbers, *[(x,) for x in varying], number), stack)
     results: list[Any] = []
     for each in found.results:
@@ -270,7 +273,8 @@ def refuse_wrong(what: Any, tensors: Sequence[Any], mutated: Sequence[Any] = (),
             reasons.append(f"  tensor {at}, of shape {tuple(tensor.shape)}: {reason}")
     if reasons:
         lines = "\n".join(reasons)
-        raise TypeError(f"Incorrect arguments to monarch operation {what}:\n{lines}")
+        refused.error = TypeError(f"Incorrect arguments to monarch operation {what}:\n{lines}")
+        raise refused.error
 
 
 def _wrong(tensor: Any, lane: Lane | None, mutated: bool, grad: bool) -> str:

@@ -36,6 +36,7 @@ from monarch.mesh.tensor.worker import Worker
 if TYPE_CHECKING:
     from monarch.mesh.actor_mesh import ActorMesh
     from monarch.mesh.proc_mesh import ProcMesh
+    from monarch.mesh.tensor.graphs import Recorder
     from monarch.mesh.tensor.streams import Stream
 
 R = TypeVar("R")
@@ -77,7 +78,7 @@ class Lane:
         self.commands: list[tuple[Any, ...]] = []
         self.freed: list[int] = []
         self.known: set[int] = set()  # functions and graphs that the workers have, by number
-        self.templates: set[int] = set()  # and templates
+        self.templates: dict[int, Template] = {}  # and templates
         self.shared: list[Lane] = []  # lanes that have workers of this one
         self._stacks: list[Stack] = []
         self._definitions: list[tuple[int, Any]] = [(number, View(region))]
@@ -98,7 +99,7 @@ class Lane:
             self._definitions.append((number, what))
 
     def define_template(self, number: int, template: Template) -> None:
-        self.templates.add(number)
+        self.templates[number] = template
         self._definitions.append((number, template))
 
     def append(self, command: tuple[Any, ...], stack: Stack) -> None:
@@ -113,7 +114,7 @@ class Lane:
         self._stacks.append(stack)
         recorder = self.engine.recorder
         if recorder is not None:
-            recorder(self, command)
+            recorder.takes(self, command)
         if len(commands) >= FEWEST and not self.engine.coalescing:
             sent = self._sent
             if len(commands) >= BATCH or not sent or sent[-1].answer.done():
@@ -125,7 +126,7 @@ class Lane:
         self.commands.append(command)
         self._stacks.append(stack)
         if self.engine.recorder is not None:
-            self.engine.recorder(self, command)
+            self.engine.recorder.takes(self, command)
 
     def flush(self) -> None:
         """Send what is there; waits while the workers are too far behind.
@@ -186,7 +187,8 @@ class Engine:
         self.lanes: dict[Region, Lane] = {}
         self.by_number: dict[int, Lane] = {}
         self.failures: dict[tuple[int, int], Stack] = {}
-        self.recorder: Callable[[Lane, tuple[Any, ...]], None] | None = None
+        self.recorder: Recorder | None = None
+        self.pinned: set[int] = set()  # templates that compiled functions use
         self.coalescing = 0
         self.lost: BaseException | None = None
         self._numbers = itertools.count(1)
@@ -346,9 +348,11 @@ def forget_templates() -> None:
     """The plans that know of the templates are gone; so that workers do not keep them for ever."""
     for engine in _engines:
         for lane in engine.lanes.values():
-            if lane.templates and engine.lost is None:
-                lane.append((int(Op.FORGET), *lane.templates), ())
-                lane.templates.clear()
+            gone = lane.templates.keys() - engine.pinned
+            if gone and engine.lost is None and engine.recorder is None:
+                lane.append((int(Op.FORGET), *gone), ())
+                for number in gone:
+                    del lane.templates[number]
 
 
 def engine_of(mesh: ProcMesh) -> Engine:

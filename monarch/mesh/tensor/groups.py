@@ -25,6 +25,8 @@ from monarch.mesh.tensor.metadata import Meta
 dist: Any = torch.distributed
 
 TIMEOUT_S: Final = 300
+MEETING: Final = 0
+"""The number by which a `Meeting` is defined."""
 REDUCTIONS: Final = ("stack", "sum", "avg", "product", "min", "max", "band", "bor", "bxor")
 
 _NATIVE: Final = {
@@ -126,6 +128,15 @@ class Group:
     def __init__(self, rank: int, size: int, store: Any, device: str) -> None:
         self.rank, self.size = rank, size
         self.backend = _make(store, rank, size, device)
+        self._store, self._device = store, device
+
+    def process_group(self) -> Any:
+        """As the functions of torch.distributed take it."""
+        kind = dist.ProcessGroup.BackendType.NCCL if self._device == "cuda" else dist.ProcessGroup.BackendType.GLOO
+        group = dist.ProcessGroup(self._store, self.rank, self.size)
+        group._set_default_backend(kind)
+        group._register_backend(torch.device(self._device), kind, self.backend)
+        return group
 
     def reduce(self, shard: torch.Tensor | None, reduction: Reduction) -> torch.Tensor | Pending:
         """The result for this member. `shard` is None where it could not be computed.

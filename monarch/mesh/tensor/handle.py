@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +28,7 @@ class Ref:
         borrow: the borrow that this was made by.
     """
 
-    __slots__ = ("base", "borrow", "borrowed", "dropped", "meta", "mutably", "number", "place")
+    __slots__ = ("__weakref__", "base", "borrow", "borrowed", "dropped", "meta", "mutably", "number", "place")
 
     def __init__(self, number: int, place: Place, meta: Meta, base: Ref | None = None) -> None:
         self.number, self.place, self.meta, self.base = number, place, meta, base
@@ -50,6 +53,28 @@ class Ref:
             self.place.lane.freed.append(self.number)
 
 
+class _Refused(threading.local):
+    error: TypeError | None = None
+
+
+refused = _Refused()
+"""The last refusal of an operator. `x + y` of torch drops a TypeError, as if the class did not know the operator."""
+
+
+def _operator(name: str) -> Callable[[Any, Any], Any]:
+    of_torch = getattr(torch.Tensor, name)
+
+    @functools.wraps(of_torch)
+    def operator(self: Any, other: Any) -> Any:
+        refused.error = None
+        result = of_torch(self, other)
+        if result is NotImplemented and refused.error is not None:
+            raise refused.error
+        return result
+
+    return operator
+
+
 class Tensor(torch.Tensor):
     """A tensor of which each process of a mesh has a shard. Made by torch operators under an active mesh.
 
@@ -59,6 +84,14 @@ class Tensor(torch.Tensor):
 
     _ref: Ref
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    for _name in (
+        "add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv floordiv rfloordiv mod pow rpow matmul "
+        "rmatmul and or xor eq ne lt le gt ge"
+    ).split():
+        locals()[f"__{_name}__"] = _operator(f"__{_name}__")
+    del _name
+    __hash__ = torch.Tensor.__hash__
 
     @staticmethod
     def __new__(cls, ref: Ref) -> Tensor:

@@ -93,6 +93,8 @@ class Remote(Generic[P, R]):
         leaves, spec = pytree.tree_flatten(result)
         metas = [leaf for leaf in leaves if isinstance(leaf, Meta)]
         lane.define(number, function)
+        if engine.recorder is not None:
+            engine.recorder.uses(tensor._ref for tensor in tensors)
         first = engine.new(len(metas)) if metas else 0
         refs = tuple(tensor._ref.number for tensor in tensors)
         lane.append((int(Op.CALL), number, [bytes(part) for part in parts], refs, first, metas), here(depth))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -69,7 +70,7 @@ class Borrow:
 
     def __init__(self, lent: Ref, own: Ref, mutable: bool) -> None:
         self.mutable = mutable
-        self._lent, self._own = lent, own
+        self._lent, self._own = lent, weakref.ref(own)  # which has this
         self._over = False
         lent.borrowed += 1
         lent.mutably = mutable
@@ -85,7 +86,9 @@ class Borrow:
         self._over = True
         self._lent.borrowed -= 1
         self._lent.mutably = False
-        self._own.drop(stack_of(sys._getframe(1)))
+        own = self._own()
+        if own is not None:
+            own.drop(stack_of(sys._getframe(1)))
 
     def __enter__(self) -> Borrow:
         return self

@@ -359,7 +359,7 @@ class Worker(Actor):
         _, dims, name, result = command
         try:
             key = torch.zeros((), dtype=torch.int64)
-            key.monarch_value = self._groups.of(self._peers(dims), "cpu", name).backend  # type: ignore[attr-defined]
+            key.monarch_value = self._groups.of(self._peers(dims), "cpu", name).process_group()  # type: ignore[attr-defined]
             self.table[result] = key
         except Exception as error:
             self._fail(error, result, 1)

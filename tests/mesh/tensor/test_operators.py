@@ -247,7 +247,15 @@ UNARY: list[Callable[[Any], Any]] = [
     lambda x: torch.cat([x, x]),
     lambda x: x.contiguous().view(-1),
 ]
-BINARY: list[Callable[[Any, Any], Any]] = [torch.add, torch.sub, torch.mul, torch.maximum, torch.eq, torch.outer]
+# No booleans: what torch refuses of them is seen by the workers only.
+BINARY: list[Callable[[Any, Any], Any]] = [
+    torch.add,
+    torch.sub,
+    torch.mul,
+    torch.maximum,
+    lambda x, y: torch.eq(x, y).long(),
+    torch.outer,
+]
 
 
 def apply(program: list[tuple[int, int, int]], start: list[Any]) -> list[Any]:

@@ -1,0 +1,220 @@
+"""Reductions and moves, against the same on all shards in one process."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+import monarch
+from monarch import RemoteProcessGroup, inspect, remote
+from monarch.actor import this_host
+
+HOSTS, GPUS = 2, 2
+FOLDS = {
+    "sum": torch.add,
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}
+
+
+def at(tensor: Any, host: int, gpu: int) -> torch.Tensor:
+    return inspect(tensor, hosts=host, gpus=gpu)
+
+
+def shard(host: int, gpu: int, dtype: torch.dtype, rows: int = 4) -> torch.Tensor:
+    base = torch.arange(rows * 3).view(rows, 3)
+    return ((base * (gpu + 1) + 5 * host) % 7).to(dtype)
+
+
+@pytest.fixture
+def make(procs):
+    """The tensor whose shards are those of `shard`."""
+
+    def make(dtype: torch.dtype, rows: int = 4) -> Any:
+        host, gpu = procs.rank_tensor("hosts"), procs.rank_tensor("gpus")
+        with procs.activate():
+            return ((torch.arange(rows * 3).view(rows, 3) * (gpu + 1) + 5 * host) % 7).to(dtype)
+
+    return make
+
+
+def fold(how: str, shards: list[torch.Tensor]) -> torch.Tensor:
+    if how == "stack":
+        return torch.stack(shards)
+    if how == "avg":
+        total = functools.reduce(torch.add, shards)
+        return total / len(shards) if total.is_floating_point() else total // len(shards)
+    return functools.reduce(FOLDS[how], shards)
+
+
+FLOATING = [torch.float32, torch.float64, torch.bfloat16]
+WHOLE = [torch.int64, torch.uint8, torch.bool]
+CASES = [
+    (how, dtype)
+    for how in ("stack", "sum", "avg", "product", "min", "max", "band", "bor", "bxor")
+    for dtype in FLOATING + WHOLE
+    if not (how.startswith("b") and dtype in FLOATING)
+    and not (dtype is torch.bool and how in ("sum", "avg", "product"))
+]
+
+
+@pytest.mark.parametrize(("how", "dtype"), CASES)
+def test_every_reduction_of_every_kind_of_number(make, how, dtype):
+    tensor = make(dtype)
+    found = tensor.reduce("gpus", how)
+    wanted = fold(how, [shard(1, gpu, dtype) for gpu in range(GPUS)])
+
+    assert found.shape == wanted.shape
+    assert torch.equal(at(found, 1, 0), wanted)
+    assert torch.equal(at(found, 1, 1), wanted)
+
+
+@pytest.mark.parametrize("dims", ["hosts", ("gpus",), ("hosts", "gpus"), None])
+@pytest.mark.parametrize("how", ["sum", "stack"])
+def test_over_one_dimension_or_several_or_all(make, dims, how):
+    found = make(torch.int64).reduce(dims, how)
+    over = ("hosts", "gpus") if dims is None else dims
+    group = [
+        (host, gpu)
+        for host in (range(HOSTS) if "hosts" in over else [1])
+        for gpu in (range(GPUS) if "gpus" in over else [0])
+    ]
+
+    assert torch.equal(at(found, 1, 0), fold(how, [shard(host, gpu, torch.int64) for host, gpu in group]))
+
+
+@pytest.mark.parametrize("how", ["sum", "max", "avg", "bxor", "stack"])
+@pytest.mark.parametrize("dims", ["gpus", None])
+def test_scatter_gives_each_member_its_piece(make, how, dims):
+    size = 2 if dims else 4
+    found = make(torch.int64, rows=size).reduce(dims, how, scatter=True)
+    group = [(1, gpu) for gpu in range(GPUS)] if dims else [(h, g) for h in range(HOSTS) for g in range(GPUS)]
+    for gpu in range(GPUS):
+        mine = group.index((1, gpu))
+        wanted = fold(how, [shard(host, each, torch.int64, size)[mine] for host, each in group])
+        assert torch.equal(at(found, 1, gpu), wanted)
+
+
+def test_in_place_and_into_another_tensor(make, procs):
+    tensor = make(torch.float32)
+    view = tensor[0]
+    with procs.activate():
+        out = torch.zeros(4, 3)
+    assert tensor.reduce("gpus", out=out) is out
+    assert tensor.reduce_("gpus") is tensor
+    wanted = shard(0, 0, torch.float32) + shard(0, 1, torch.float32)
+
+    assert torch.equal(at(tensor, 0, 1), wanted)
+    assert torch.equal(at(out, 0, 0), wanted)
+    assert torch.equal(at(view, 0, 1), wanted[0])
+
+
+def test_what_is_computed_meanwhile_does_not_change_the_result(make):
+    tensor = make(torch.float32)
+    total = tensor.reduce("gpus")
+    tensor.zero_()
+    more = total + 1
+
+    assert torch.equal(at(more, 0, 0), shard(0, 0, torch.float32) + shard(0, 1, torch.float32) + 1)
+
+
+def test_wrong_reductions_are_refused(make, procs):
+    tensor = make(torch.float32)
+    with pytest.raises(KeyError, match="racks"):
+        tensor.reduce("racks")
+    with pytest.raises(ValueError, match="twice"):
+        tensor.reduce(("gpus", "gpus"))
+    with pytest.raises(ValueError, match="'median' is not one of"):
+        tensor.reduce("gpus", "median")
+    with pytest.raises(ValueError, match="integers"):
+        tensor.reduce("gpus", "bxor")
+    with pytest.raises(TypeError, match="as large as the group, 2"):
+        tensor.reduce("gpus", scatter=True)
+    with pytest.raises(ValueError, match="changes the shape"):
+        tensor.reduce_("gpus", "stack")
+    with pytest.raises(ValueError, match="out has shape"):
+        tensor.reduce("gpus", out=tensor[0])
+    with pytest.raises(NotImplementedError, match="planned"):
+        tensor.reduce("gpus", mesh=procs)
+
+
+def test_a_slice_of_the_mesh_has_the_same_shards(make, procs):
+    tensor = make(torch.int64)
+    row = tensor.slice_mesh(hosts=1)
+    one = tensor.slice_mesh(hosts=1, gpus=1)
+    del tensor
+    doubled = row * 2
+
+    assert doubled.mesh == procs.slice(hosts=1)
+    assert torch.equal(inspect(doubled, gpus=1), shard(1, 1, torch.int64) * 2)
+    assert torch.equal(inspect(one + 0), shard(1, 1, torch.int64))
+    assert torch.equal(inspect(row.reduce("gpus")), shard(1, 0, torch.int64) + shard(1, 1, torch.int64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.complex64, torch.bfloat16])
+def test_to_mesh_moves_to_the_same_coordinates(make, procs, dtype):
+    first, second = procs.slice(hosts=0), procs.slice(hosts=1)
+    moved = make(dtype).slice_mesh(hosts=0).t().to_mesh(second)
+    stays = make(dtype).slice_mesh(hosts=0).to_mesh(first)
+
+    assert moved.mesh == second
+    for gpu in range(GPUS):
+        assert torch.equal(inspect(moved, gpus=gpu), shard(0, gpu, dtype).t())
+        assert torch.equal(inspect(stays, gpus=gpu), shard(0, gpu, dtype))
+
+
+def test_to_mesh_copies_along_new_dimensions_and_moves_structures(make, procs):
+    row = make(torch.int64).slice_mesh(hosts=1)
+    moved = monarch.to_mesh({"a": row, "b": [row + 1, 3]}, procs)
+
+    assert torch.equal(at(moved["a"], 0, 1), shard(1, 1, torch.int64))
+    assert torch.equal(at(moved["b"][0], 1, 0), shard(1, 0, torch.int64) + 1)
+    assert moved["b"][1] == 3
+    with pytest.raises(ValueError, match="lacks hosts=2"):
+        make(torch.int64).to_mesh(procs.slice(hosts=0))
+    with pytest.raises(ValueError, match="another one"):
+        row.to_mesh(this_host().spawn_procs({"gpus": 2}))
+
+
+def test_a_failure_moves_along(procs):
+    def fail(x):
+        raise ValueError("spilt")
+
+    with procs.slice(hosts=0).activate():
+        bad = remote(fail, propagate=lambda x: x)(torch.ones(1))
+    with pytest.raises(monarch.RemoteException, match="spilt"):
+        inspect(bad.to_mesh(procs.slice(hosts=1)) + 1)
+
+
+def test_a_pipeline_of_two_stages_goes_back_and_forth(procs):
+    stages = [procs.slice(hosts=0), procs.slice(hosts=1)]
+    with stages[0].activate():
+        x = torch.zeros(3)
+    for step in range(20):
+        x = (x + step).to_mesh(stages[step % 2 - 1])
+        x = x * 1
+
+    assert inspect(x, gpus=1).tolist() == [190.0] * 3
+
+
+def test_workers_have_groups_of_torch_distributed(procs):
+    def total(x, group):
+        import torch.distributed as dist
+
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    with procs.activate():
+        group = RemoteProcessGroup("gpus", procs)
+        made = remote(total, propagate=lambda x, group: x)(procs.rank_tensor("gpus") + 1, group)
+        assert int(inspect(made, hosts=1)) == 3
+    with pytest.raises(KeyError, match="racks"):
+        RemoteProcessGroup("racks", procs)

@@ -7,18 +7,15 @@ MonarchError
 │   ├── LinkSevered             the connection broke
 │   ├── NotViable               this transport cannot work here; says why
 │   └── AuthenticationError     the peer does not know the job's secret
-├── ProtocolError             a peer broke the rules of the wire
-│   ├── LocalProtocolError      a bug of ours: report it
-│   └── RemoteProtocolError     the peer's doing: drop the link
-├── DeliveryError             one message did not arrive
-│   ├── NoRoute                 nobody knows the destination
-│   ├── PortGone                the destination exists no more
-│   └── Expired                 the time or hop limit was reached
+├── ProtocolError             the rules of the wire were broken
+│   └── RemoteProtocolError     by the peer: drop the link
+├── TransferError             a one-sided transfer failed
+│   └── BufferDropped           its buffer has been dropped, or its actor has ended
 ├── ActorError                the code of an endpoint raised; the actor lives on
 ├── SupervisionError          the actor that was asked has failed or was stopped
 ├── DeadlockError             a call would wait for itself, through others: it was refused
 ├── CallCancelled             the caller gave the call up, with `Future.cancel`
-└── MeshError                 a mesh was used in a way it cannot serve
+└── MeshError                 a supervisor has no child of that name
 ```
 
 Errors travel between processes: they hold plain fields only, and pickle.
@@ -58,28 +55,8 @@ class ProtocolError(MonarchError):
     """The rules of the wire were broken."""
 
 
-class LocalProtocolError(ProtocolError):
-    """This process broke the rules of the wire: a bug of this library."""
-
-
 class RemoteProtocolError(ProtocolError):
     """The peer broke the rules of the wire; its link is dropped."""
-
-
-class DeliveryError(MonarchError):
-    """A message could not be delivered and came back to its sender."""
-
-
-class NoRoute(DeliveryError):
-    """No gateway knows a way to the destination."""
-
-
-class PortGone(DeliveryError):
-    """The destination existed and is gone."""
-
-
-class Expired(DeliveryError):
-    """The message reached its time or hop limit."""
 
 
 class TransferError(MonarchError, RuntimeError):
@@ -184,4 +161,4 @@ class CallCancelled(MonarchError, CancelledError):
 
 
 class MeshError(MonarchError, RuntimeError):
-    """A mesh was used in a way it cannot serve: stopped, not owned, not ready."""
+    """A mesh was asked for something that it does not have: a supervisor, for a child of a name that none has."""

@@ -117,6 +117,11 @@ def text_of(exc: BaseException) -> str:
         return f"<the text cannot be had: __str__ raised {type(failure).__name__}>"
 
 
+def summary(exc: BaseException) -> str:
+    """`Type: text`, as the last line of a traceback has it. Never raises."""
+    return f"{type_name(exc)}: {text_of(exc)}"
+
+
 # Text
 
 
@@ -143,7 +148,7 @@ def _format_plain(exc: BaseException) -> str:
         lines = ["Traceback (most recent call last):\n", *frames.format()]
     except BaseException:
         pass
-    return "".join(lines) + f"{type_name(exc)}: {text_of(exc)}\n"
+    return "".join(lines) + f"{summary(exc)}\n"
 
 
 # Encoding

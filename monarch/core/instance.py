@@ -21,7 +21,6 @@ import asyncio
 import contextvars
 import itertools
 import threading
-import traceback
 import weakref
 from collections.abc import Callable, Coroutine
 from enum import Enum
@@ -81,7 +80,8 @@ class Work(Protocol):
 
 
 class Behavior(Protocol):
-    """What an actor does. All methods run on the actor's thread, in the context that `Instance` gives them."""
+    """What an actor does. All methods but `endpoint_of` run on the actor's thread, in the context that `Instance` gives
+    them, and none raises."""
 
     def construct(self) -> Down | None:
         """Make the user's object. Returns why it failed, or None."""
@@ -110,13 +110,6 @@ class Behavior(Protocol):
 
 _MESSAGES_PER_TURN: Final = 100
 """An actor that is flooded with calls still looks at its timers after so many."""
-
-
-def _broken(what: str, error: BaseException) -> Down:
-    """A behavior that raises, which none may, ends its actor: nobody shall wait for it for ever."""
-    log.error("behavior.raised", method=what, error=repr(error))
-    trace = "".join(traceback.format_exception(error))
-    return Down("failed", f"{what} raised", error=f"{type(error).__name__}: {error}", traceback=trace)
 
 
 class State(Enum):
@@ -192,7 +185,7 @@ class Instance(Sender):
     def request_failure(self, down: Down) -> None:
         """End as failed, before the next call is served."""
         self.mailbox.close(down)
-        self.mailbox.control(lambda: self._end(down))
+        self.mailbox.control(lambda: self.end(down))
 
     @property
     def member(self) -> str:
@@ -219,6 +212,10 @@ class Instance(Sender):
                 served.task.cancel()
                 return
         self._cancelled.discard(call)  # it is over, or never came
+
+    def start_now(self, coro: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Run `coro` beside the calls, in the current context; its first step is made at once."""
+        return self._loop.start_now(coro, contextvars.copy_context())
 
     def cut_off(self) -> None:
         """End at once, without release or cleanup, as if the process had been killed."""
@@ -253,21 +250,24 @@ class Instance(Sender):
                 self._loop.run_forever()
                 return
             except (SystemExit, KeyboardInterrupt) as error:
-                name, text = exceptions.type_name(error), exceptions.text_of(error)
-                pid, host = self.proc_runtime.whereabouts()
-                reason = f"a task of the actor raised {name}: {text}"
-                self._end(Down("failed", reason, pid, host, error=reason, traceback=exceptions.format_remote(error)))
+                text = f"a task of the actor raised {exceptions.summary(error)}"
+                self.end(self.proc_runtime.failed(text, error))
+
+    def _broken(self, what: str, error: BaseException) -> Down:
+        """A behavior that raises, which none may, ends its actor: nobody shall wait for it for ever."""
+        log.error("behavior.raised", method=what, error=repr(error))
+        return self.proc_runtime.failed(f"{what} raised", error)
 
     def _construct(self) -> None:
         try:
             down = self._behavior.construct()
         except BaseException as error:
-            down = _broken("construct", error)
+            down = self._broken("construct", error)
         if self.state is not State.BORN:
             return
         self.state = State.SERVING
         if down is not None:
-            self._end(down, constructed=False)
+            self.end(down, constructed=False)
 
     def _turn(self) -> None:
         """Serve control messages and calls until there is nothing to do now."""
@@ -284,7 +284,7 @@ class Instance(Sender):
             envelope = mailbox.take()
             if envelope is None:
                 if self._stopping is not None:
-                    self._end(self._stopping)
+                    self.end(self._stopping)
                 return
             self._serve(envelope)
             if self._loop._ready:  # type: ignore[attr-defined]
@@ -300,14 +300,14 @@ class Instance(Sender):
         try:
             outcome = self._behavior.handle(envelope)
         except BaseException as error:
-            outcome = _broken("handle", error)
+            outcome = self._broken("handle", error)
         if outcome is None:
             self._current_envelope = None
             return
         if isinstance(outcome, Down):
-            self._end(outcome)
+            self.end(outcome)
             return
-        task = self._loop.start_now(outcome.coro, contextvars.copy_context())
+        task = self.start_now(outcome.coro)
         if task.done():
             self._current_envelope = None
             self._after(task)
@@ -333,12 +333,12 @@ class Instance(Sender):
         try:
             down = None if task.cancelled() else task.result()
         except BaseException as error:
-            down = _broken("handle", error)
+            down = self._broken("handle", error)
         if down is not None:
-            self._end(down)
+            self.end(down)
 
-    def _end(self, down: Down, *, constructed: bool = True) -> None:
-        """Refuse what is left, release, clean up, report. Called on the actor's thread; the first reason counts."""
+    def end(self, down: Down, *, constructed: bool = True) -> None:
+        """Refuse what is left, release, clean up, report. On the actor's thread; the first reason counts."""
         if self.state in (State.ENDING, State.ENDED):
             return
         self.state = State.ENDING

@@ -117,8 +117,5 @@ class Mailbox:
                     del known[sender]
 
     def __len__(self) -> int:
+        """How many calls can be taken now."""
         return len(self._calls)
-
-    @property
-    def empty(self) -> bool:
-        return not self._calls

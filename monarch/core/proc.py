@@ -440,8 +440,8 @@ class Proc:
         pid, host = self.whereabouts()
         if error is None:
             return Down("failed", reason, pid, host)
-        text = f"{exceptions.type_name(error)}: {exceptions.text_of(error)}"
-        return Down("failed", reason, pid, host, error=text, traceback=exceptions.format_remote(error))
+        trace = exceptions.format_remote(error)
+        return Down("failed", reason, pid, host, error=exceptions.summary(error), traceback=trace)
 
     def whereabouts(self) -> tuple[int, str]:
         """(process id, host name) of this process, for people."""

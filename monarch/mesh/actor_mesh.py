@@ -107,7 +107,7 @@ class ActorMesh(MeshView, Generic[A]):
     def _with_region(self, region: Region) -> ActorMesh[A]:
         positions = self._region._slice
         procs = [self._procs[positions.index(base)] for base in region._slice]
-        cls: Any = self._cls if self._known is None else self._known.cls
+        cls = self._class_or_pickled()
         view: ActorMesh[A] = ActorMesh(self._number, self._name, cls, self._class_name, procs, self._whole, region)
         view._owner_of_view = self._owned or self.__dict__.get("_owner_of_view")
         return view
@@ -214,6 +214,10 @@ class ActorMesh(MeshView, Generic[A]):
                 raise
 
     # ---- references
+
+    def _class_or_pickled(self) -> Any:
+        """The class, if it is known by now, else what it is pickled as."""
+        return self._cls if self._known is None else self._known.cls
 
     def _pickled_class(self) -> bytes:
         if not isinstance(self._cls, bytes):

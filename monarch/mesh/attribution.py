@@ -12,7 +12,7 @@ import sys
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from monarch.mesh import actor_config
-from monarch.mesh.context import ActorInstance, _context
+from monarch.mesh.context import ActorInstance, current_context
 from monarch.mesh.lines import Origin
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def running_actor() -> ActorInstance | None:
     """The actor whose code runs here, or None outside any."""
-    found = _context.get()
+    found = current_context.get()
     instance = None if found is None else found.actor_instance
     return instance if isinstance(instance, ActorInstance) else None
 

@@ -136,6 +136,9 @@ class ActorInstance(Spawner, CoreInstance):
     Attributes:
         origin: who it is in forwarded output.
         prepares: it only runs the bootstrap function of its process.
+        owner_key: the process of its owner.
+        on_failure, on_undeliverable: what it does about a failure of something it owns, and about a message that came
+            back; called on its thread. Whoever makes the actor sets them, before it runs.
     """
 
     def __init__(
@@ -153,8 +156,9 @@ class ActorInstance(Spawner, CoreInstance):
         self.origin = Origin(name, rank.rank)
         self.prepares = prepares
         self._init_spawner(name, class_name, rank, proc_mesh, creator)
-        self.on_failure: Callable[[MeshFailure], None]
         self.owner_key = 0
+        self.on_failure: Callable[[MeshFailure], None]
+        self.on_undeliverable: Callable[[Envelope, Down], None]
 
     @property
     def member(self) -> str:
@@ -187,10 +191,8 @@ class ActorInstance(Spawner, CoreInstance):
     def _leave_debugger(self) -> None:
         self.proc_runtime.breakpoints.quit(self.actor_id.number)
 
-    def undeliverable(self, envelope: Any, down: Down) -> None:
+    def undeliverable(self, envelope: Envelope, down: Down) -> None:
         self.post_control(lambda: self.on_undeliverable(envelope, down))
-
-    on_undeliverable: Callable[[Any, Down], None]
 
 
 @define(frozen=True)
@@ -219,14 +221,14 @@ class Context:
         return served if served is not None and served.going_on else None
 
 
-_context: contextvars.ContextVar[Context | None] = contextvars.ContextVar("monarch_context", default=None)
+current_context: contextvars.ContextVar[Context | None] = contextvars.ContextVar("monarch_context", default=None)
 _client: Context | None = None
 _client_lock = threading.RLock()
 
 
 def context() -> Context:
     """The current context. On a thread without one, the client's, which the first call makes, once per process."""
-    found = _context.get()
+    found = current_context.get()
     if found is not None:
         return found
     return _client if _client is not None else _bootstrap()
@@ -285,4 +287,4 @@ class _Forked(Spawner):
 def mark_forked() -> None:
     """This process is a fork of one with a context: from now on, using one raises a RuntimeError that says so."""
     set_client_context(Context(_Forked(), NOWHERE))
-    _context.set(None)
+    current_context.set(None)

@@ -7,7 +7,6 @@ that somebody waits for goes to the caller and the actor lives on; everything el
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import functools
 import inspect
 import os
@@ -28,7 +27,7 @@ from monarch.log import get_logger
 from monarch.mesh import breakpoints
 from monarch.mesh.actor import ActorClass, class_of
 from monarch.mesh.attribution import prefix_log_records
-from monarch.mesh.context import ActorInstance, Context, _context
+from monarch.mesh.context import ActorInstance, Context, current_context
 from monarch.mesh.endpoint import EndpointSpec
 from monarch.mesh.port import Port
 from monarch.mesh.shape import Extent, Point
@@ -76,7 +75,7 @@ class ActorBehavior:
         assert body is not None
         served = Served(instance, "__init__")
         instance.serving.append(served)
-        _context.set(Context(instance, instance.rank, served))
+        current_context.set(Context(instance, instance.rank, served))
         try:
             (cls, *args), kwargs = codec.decode(body)
             self._class = class_of(cls)
@@ -89,10 +88,10 @@ class ActorBehavior:
         return None
 
     def _failed(self, what: str, error: BaseException) -> Down:
-        name, text = exceptions.type_name(error), exceptions.text_of(error)
         if isinstance(error, SystemExit):
-            what = f"the actor exited with status {text or 0}: {what}"
-        return evolve(self._instance.proc_runtime.failed(f"{what} {name}: {text}", error), actor=self._instance.member)
+            what = f"the actor exited with status {exceptions.text_of(error) or 0}: {what}"
+        down = self._instance.proc_runtime.failed(f"{what} {exceptions.summary(error)}", error)
+        return evolve(down, actor=self._instance.member)
 
     # ---- calls
 
@@ -109,7 +108,7 @@ class ActorBehavior:
         try:
             spec = self._wrapped(self._spec(name, extra), extra)
             served = Served(instance, name, envelope, not spec.concurrent)
-            _context.set(Context(instance, Point(envelope.rank, extent), served))
+            current_context.set(Context(instance, Point(envelope.rank, extent), served))
             args, kwargs = codec.decode(envelope.parts[1:])
             if spec.sends_itself:
                 args = (self._handed_out(envelope, port), *args)
@@ -305,11 +304,10 @@ class ActorBehavior:
         if handler is None:
             self._unhandled(failure, None)
             return
-        _context.set(Context(self._instance, self._instance.rank))
+        current_context.set(Context(self._instance, self._instance.rank))
         try:
             if inspect.iscoroutinefunction(handler):
-                coro = self._supervise_async(handler, failure)
-                self._instance._loop.start_now(coro, contextvars.copy_context())
+                self._instance.start_now(self._supervise_async(handler, failure))
                 return
             handled = hidden_loop(lambda: handler(failure))
         except BaseException as error:
@@ -335,7 +333,7 @@ class ActorBehavior:
             text = f"{member} did not handle a supervision event from its child {failure.member}"
             down = evolve(self._instance.proc_runtime.failed(text), actor=member)
         child = evolve(failure.down, reason=f"{failure.member}: {failure.down.reason}")
-        self._instance._end(down.because(child))
+        self._instance.end(down.because(child))
 
     def undeliverable(self, envelope: Envelope, down: Down) -> None:
         """A message of this actor's came back that nobody waits for the answer of."""
@@ -349,7 +347,7 @@ class ActorBehavior:
             return
         if self._instance.must_hear_of(envelope):
             failed = self._instance.proc_runtime.failed(f"{self._instance.member}: {message.what()}")
-            self._instance._end(failed.because(down))
+            self._instance.end(failed.because(down))
         else:
             message.warn(self._instance.member, down)
 
@@ -367,7 +365,7 @@ class ActorBehavior:
         handler = getattr(self._actor, "__cleanup__", None)
         if handler is None:
             return None
-        _context.set(Context(self._instance, self._instance.rank))
+        current_context.set(Context(self._instance, self._instance.rank))
         reason = None if down.stopped else Exception(str(down))
         if inspect.iscoroutinefunction(handler):
             return self._cleanup_async(handler, reason)

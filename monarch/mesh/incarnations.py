@@ -23,7 +23,7 @@ from monarch.core.monitor import Down
 from monarch.log import get_logger
 from monarch.mesh.actor_mesh import ActorMesh, describe_member
 from monarch.mesh.child_spec import Child, ChildStatus
-from monarch.mesh.context import ActorInstance, Context, _context
+from monarch.mesh.context import ActorInstance, Context, current_context
 from monarch.mesh.host_mesh import this_host
 from monarch.mesh.proc_mesh import ProcMesh
 from monarch.supervision.failure import MeshFailure
@@ -70,7 +70,7 @@ class Shell:
         self.instance.post_control(self._drain)
 
     def _drain(self) -> None:
-        _context.set(Context(self.instance, self.instance.rank))
+        current_context.set(Context(self.instance, self.instance.rank))
         while not self._events.empty():
             self.carry_out(self._events.get()())
 
@@ -256,7 +256,7 @@ class Shell:
     def release(self, down: Down) -> None:
         """The supervisor is ending: stop the children, one by one. Blocks; each takes its time at most."""
         self.directory.end(self.instance.member, down)
-        _context.set(Context(self.instance, self.instance.rank))
+        current_context.set(Context(self.instance, self.instance.rank))
         self.carry_out(self._machine.shut_down())
         grace_s = settings.get("mesh_terminate_timeout") + 5.0  # what a host takes to kill, and some
         while not self._machine.finished:

@@ -22,7 +22,7 @@ from monarch.core.monitor import Down
 from monarch.core.proc import Proc
 from monarch.errors import ActorError
 from monarch.mesh import pending
-from monarch.mesh.context import Context, Spawner, context
+from monarch.mesh.context import Context, Spawner, context, current_context
 from monarch.mesh.shape import Region
 from monarch.mesh.value_mesh import ValueMesh
 from monarch.supervision.failure import Fate, Member, call_failed
@@ -124,9 +124,7 @@ class Port(Generic[T]):
 
 
 def _unpickled(port: PortId | None, rank: int, return_undeliverable: bool) -> Port[Any]:
-    from monarch.mesh.context import _context
-
-    found = _context.get()
+    found = current_context.get()
     self: Port[Any] = Port(port, rank, found.actor_instance if found is not None else None)
     self.return_undeliverable = return_undeliverable
     return self

@@ -97,6 +97,13 @@ class ProcMesh(MeshView):
         base = self._region._slice[position]
         return self._with_region(Region((), type(self._region._slice)(base, (), ())))
 
+    def _by_host(self) -> dict[ProcId, list[int]]:
+        """The keys of the processes, by the process in which the agent of their host lives."""
+        found: dict[ProcId, list[int]] = {}
+        for proc in self._procs:
+            found.setdefault(proc.keeper or proc, []).append(proc.key)
+        return found
+
     # ---- actors
 
     def spawn(self, name: str, Class: Callable[P, A], *args: P.args, **kwargs: P.kwargs) -> A:
@@ -158,10 +165,7 @@ class ProcMesh(MeshView):
         """
         self._refuse_stopped()
         runtime = context().actor_instance.proc_runtime
-        by_host: dict[ProcId, list[int]] = {}
-        for proc in self._procs:
-            by_host.setdefault(proc.keeper or proc, []).append(proc.key)
-        asked: list[Future[Any]] = [runtime.request(host, "await_up", keys) for host, keys in by_host.items()]
+        asked: list[Future[Any]] = [runtime.request(host, "await_up", keys) for host, keys in self._by_host().items()]
         if self._setup is not None:
             asked.append(self._setup.run_result.call())
         all_up = joined(runtime, asked)
@@ -265,13 +269,11 @@ class ProcMesh(MeshView):
             raise ValueError(f"aggregate_window_sec is {window_s}; it must be a number of seconds above 0")
         self._refuse_stopped()
         runtime = context().actor_instance.proc_runtime
-        by_host: dict[ProcId, list[int]] = {}
         for proc in self._procs:
-            by_host.setdefault(proc.keeper or proc, []).append(proc.key)
             runtime.tell(proc, "log_level", level)
         asked = [
             runtime.request(host, "show_output", keys, bool(stream_to_client), window_s)
-            for host, keys in by_host.items()
+            for host, keys in self._by_host().items()
         ]
         for answer in asked:
             (forwarded,) = await answer

@@ -121,9 +121,6 @@ class SupervisedMesh(ActorMesh[A]):
     def _with_region(self, region: Region) -> SupervisedMesh[A]:
         return SupervisedMesh(self._path, self._class_or_pickled(), self._class_name, self._whole, region, self._wait_s)
 
-    def _class_or_pickled(self) -> Any:
-        return self._cls if self._known is None else self._known.cls
-
     def _in(self, current: Current) -> tuple[ActorMesh[Any], Callable[[str], Members]]:
         """This view of that incarnation."""
         found = self._seen_in

@@ -44,8 +44,7 @@ def _child(self: Any, which: Any, *, wait_s: float = WAIT_S) -> Any:
     path = path.child(name)
     prototype = which._prototype() if isinstance(which, Child) else _shape(self, path, wait_s)
     region = prototype._region
-    cls = prototype._cls if prototype._known is None else prototype._known.cls
-    return SupervisedMesh(path, cls, prototype._class_name, region, region, wait_s)
+    return SupervisedMesh(path, prototype._class_or_pickled(), prototype._class_name, region, region, wait_s)
 
 
 def _shape(self: Any, path: Path, wait_s: float) -> ActorMesh[Any]:

@@ -228,8 +228,8 @@ def fresh_client(transport: str = "inproc", driver: str | None = None, **values:
     # `configured` reaches the processes that are started; `overridden` also wins over the environment here.
     with config.configured(**values), settings.overridden(**values):
         context_module.set_client_context(None)
-        outer = context_module._context.get()
-        context_module._context.set(None)
+        outer = context_module.current_context.get()
+        context_module.current_context.set(None)
         client: TestClient | None = None
         try:
             made = client_module.make()
@@ -251,4 +251,4 @@ def fresh_client(transport: str = "inproc", driver: str | None = None, **values:
             finally:
                 monarch.actor.unhandled_fault_hook = hook
                 context_module.set_client_context(before)
-                context_module._context.set(outer)
+                context_module.current_context.set(outer)

@@ -43,7 +43,7 @@ def test_the_order_of_each_sender_is_restored_for_any_interleaving(order: list[t
             taken += _take_all(mailbox)
     taken += _take_all(mailbox)
 
-    assert len(taken) == len(order) and mailbox.empty and mailbox.drain() == []
+    assert len(taken) == len(order) and not mailbox and mailbox.drain() == []
     for sender in {sender for sender, _ in order}:
         assert [e.seq for e in taken if e.src_actor == sender] == list(range(sum(s == sender for s, _ in order)))
 

@@ -53,7 +53,7 @@ class Pool:
         self.limit_bytes = limit_bytes
         self.reserved_bytes = 0
         """What the slots have of the system's memory."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer or a log handler may send, wherever it runs
         self._segments: list[Segment] = []
         self._unused: dict[int, Iterator[Slot]] = {}  # by exponent of the size: places that no slot was made for yet
         self._free: defaultdict[int, list[Slot]] = defaultdict(list)
@@ -159,7 +159,7 @@ class Pool:
                 self._lent[slot.kind].append(slot)
 
     def _sort_lent(self) -> None:
-        for kind, lent in self._lent.items():
+        for kind, lent in list(self._lent.items()):
             free = [slot for slot in lent if slot.is_free]
             if free:
                 self._lent[kind] = deque(slot for slot in lent if slot.lent)
@@ -184,7 +184,7 @@ class Pool:
 
     def _give_back(self, size_bytes: int, unused_since_s: float = float("inf")) -> int:
         """Return pages of free slots to the system, those unused for longest first; returns how many bytes."""
-        idle = [slot for slots in self._free.values() for slot in slots if slot.reserved_bytes]
+        idle = [slot for slots in list(self._free.values()) for slot in slots if slot.reserved_bytes]
         idle.sort(key=lambda slot: slot.free_since_s)
         given = 0
         for slot in idle:

@@ -18,6 +18,7 @@ from monarch.onesided import ibverbs
 from monarch.onesided.chunks import owner_gone
 from monarch.onesided.exports import exports
 from monarch.onesided.local import Local, local
+from monarch.onesided.pages import enlarge
 from monarch.onesided.path import Remote
 from monarch.onesided.ranges import Range, check_conflicts, check_slice, check_timeout, check_word
 from monarch.onesided.transfers import Atomic, Move, Read, Transfers, Write, preferred
@@ -94,13 +95,16 @@ class RDMABuffer:
         owner = instance.actor_id
         cancel = runtime.monitors.watch((runtime.key, owner.number), lambda down: book.withdraw(number))
         export.on_withdraw.append(cancel)
+        in_file = book.place_of(memory)
+        if in_file is None and book.place.host:
+            enlarge(book, number, memory)
         self._remote = Remote(
             owner,
             book.place,
             number,
             export.slot,
             memory.address,
-            book.place_of(memory),
+            in_file,
             memory.size_bytes,
             0,
             memory.size_bytes,

@@ -32,8 +32,8 @@ from monarch.verbs.adapter import FLUSHED, SUCCESS, Completion, Opcode
 from monarch.verbs.node import Wire
 from monarch.verbs.registrations import register
 
-DEPTH: Final = 64
-SLOT_BYTES: Final = 16 << 10
+DEPTH: Final = 32
+SLOT_BYTES: Final = 8 << 10
 READY: Final = b"\x06"  # over the control connection: this side has posted its receives
 
 _LINGER_S: Final = 2.0
@@ -96,6 +96,10 @@ class VerbsStream:
 
     def fileno(self) -> int:
         return self._fd
+
+    def send(self, data: Buffer) -> int:
+        """As `sendmsg`."""
+        return self.sendmsg((data,))
 
     def sendmsg(self, buffers: Iterable[Buffer]) -> int:
         """Raises: BlockingIOError when there is no room; OSError when the connection is broken."""
@@ -217,11 +221,13 @@ class VerbsStream:
             self._take_in()
             if not self._has_room and self._error is None:
                 self._wants_room = True
+                self._notify()
                 raise BlockingIOError
             if self._error is None:
                 self._is_shut = True
                 self._wants_room = False
                 self._post(self._free.pop(), _FIN, _HEAD.size)
+            self._notify()  # what was taken in meanwhile has to be read
 
     def close(self) -> None:
         with self._lock:

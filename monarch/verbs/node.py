@@ -47,6 +47,7 @@ class Node:
             name = self.choice.port.device
             raise NotViable(f"{name} cannot be opened: {error}; is /dev/infiniband readable for this user?") from error
         self.registrations = Registrations(self.device)
+        _opened.append(self.choice.port.device)
         self._queue_pairs: weakref.WeakSet[Wire] = weakref.WeakSet()
         log.info("verbs.device", binding=self.binding, choice=self.choice.reason)
 
@@ -114,6 +115,7 @@ _nodes: dict[str, Node | NotViable] = {}
 _lock = threading.Lock()
 
 
+_opened: list[str] = []  # devices that this process has used
 _target = ""
 _disabled = ""
 
@@ -155,7 +157,7 @@ def _close_all() -> None:
 
 
 def _in_forked_child() -> None:
-    if not any(isinstance(each, Node) for each in _nodes.values()):
+    if not _opened:
         return
     null = os.open(os.devnull, os.O_RDWR)
     for name in os.listdir("/proc/self/fd"):

@@ -90,6 +90,16 @@ def test_every_document_can_be_reached_from_readme():
     assert [named(d) for d in DOCUMENTS if d not in reached] == []
 
 
+def test_architecture_names_no_module_that_is_not_there():
+    """In the last column of its tables, every `word` is one."""
+    rows = [line for line in (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8").splitlines() if line[:1] == "|"]
+    named = {word for row in rows for word in re.findall(r"`([\w.]+)`", row.split("|")[-2])}
+    there = {file.stem for file in (ROOT / "monarch").rglob("*.py")} | {"supervision"}
+
+    assert len(named) > 50
+    assert sorted(named - there - {f"monarch.{module}" for module in there}) == []
+
+
 SETTINGS_DOCUMENT = ROOT / "docs" / "configuration.md"
 _SETTINGS_TABLE = re.compile(r"(?<=`python -m tests.test_docs` -->\n).*?(?=<!-- end of settings -->)", re.DOTALL)
 

@@ -5,8 +5,8 @@ no address that counts here), dial, and hear the hello of the other side. No thr
 waits for the first and the last; dialing blocks, on one of `_AT_ONCE` threads, which end when nobody is left to dial.
 So a process that calls hundreds of others buries neither itself nor them in handshakes.
 
-Tries that fail go on for `limit_s`. Silence of a process on this host does not count: whoever accepts a connection
-there and says nothing is busy, for if it were gone the connection would be refused, and its keeper would know.
+Tries that fail go on for `limit_s`. Silence of a process on this host does not count, nor of one that has a keeper:
+whoever says nothing is busy, for if it were gone its keeper would know, and of a host that is gone `heartbeats` tells.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class Dialer:
     # ---- between tries
 
     def _silent(self, dialing: Dialing, address: str, trouble: str) -> None:
-        if url.stays_on_host(address):
+        if url.stays_on_host(address) or dialing.peer.proc.keeper is not None:
             dialing.deadline_s = time.monotonic() + self._limit_s
             self._pause(dialing)
         else:

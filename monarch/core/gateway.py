@@ -26,10 +26,11 @@ from typing import Final
 
 from attrs import define, evolve
 
-from monarch.core.address import Place, joined
+from monarch.core.address import EVERYWHERE, Place, joined
 from monarch.core.dialer import Dialer, Refused
 from monarch.core.driver import Driver, Signal
 from monarch.core.envelope import Envelope, Flag, parse
+from monarch.core.heartbeats import Heartbeats
 from monarch.core.ids import ProcId
 from monarch.core.monitor import Down
 from monarch.core.peer import Peer, State
@@ -59,6 +60,7 @@ class Limits:
     ack_every_n: int = 1000
     send_buffer_bytes: int = 256 << 20
     hello_timeout_s: float = 10.0
+    host_timeout_s: float = 8.0
 
 
 def _ignore(*, silent: bool, reason: str = "") -> None:
@@ -91,6 +93,7 @@ class Gateway:
         self._gone: deque[int] = deque()  # keys of the last peers that are GONE; older ones are forgotten
         self._secret = secret
         self._deliver, self._bounce, self._on_gone = deliver, bounce, on_gone
+        self.is_steady = False  # set by who knows that no code of users runs here
         self.ways = Ways(transport)
         self._listeners: dict[Place, Listener] = {}
         self._elsewhere: list[Place] = []
@@ -111,6 +114,10 @@ class Gateway:
             greet=self._greet,
             give_up=lambda peer, down: self.declare_gone(peer.proc, down),
             call_later=self.call_later,
+        )
+
+        self._heartbeats = Heartbeats(
+            self.limits.host_timeout_s, self.call_later, lambda peer, down: self.declare_gone(peer.proc, down)
         )
 
     # ---- starting and ending
@@ -308,6 +315,7 @@ class Gateway:
         if not frames:
             return
         now_s = time.monotonic()
+        peer.heard = True
         if not self.driver.leads_aside:
             peer.burst = 0
         session = peer.session
@@ -324,6 +332,8 @@ class Gateway:
                         log.exception("message.failed", proc=str(self.proc.uid), kind=envelope.kind)
                 elif frame_type(frame) == FrameType.GOODBYE:
                     peer.said_goodbye = True
+                    peer.say(FrameType.ACK)
+                elif frame_type(frame) == FrameType.HEARTBEAT:
                     peer.say(FrameType.ACK)
         except BaseException:
             session.received = received  # an interrupt: this frame comes again on the next link
@@ -400,7 +410,8 @@ class Gateway:
 
     def _hello(self, peer: Peer) -> Hello:
         received, to = peer.session.received, str(peer.proc.uid)
-        return Hello(str(self.proc), self.address, received, os.getpid(), socket.gethostname(), to, peer.is_new_host)
+        kind = (to, peer.is_new_host, self.is_steady)
+        return Hello(str(self.proc), self.address, received, os.getpid(), socket.gethostname(), *kind)
 
     def _greet(self, peer: Peer, link: Link, refused: Refused) -> None:
         """A link that we dialed: say hello, and wait for the answer in the pump. `refused` hears when there is none."""
@@ -514,10 +525,17 @@ class Gateway:
             self._poller.replace(link.fileno(), lambda event: self._on_link(peer, link, event))
         if old is not None:
             self._drop(old)
-        log.debug("link.up", peer=str(peer.proc.uid), via=link.peer, transport=self.transport.scheme)
+        log.debug("link.up", peer=str(peer.proc.uid), via=link.peer)
+        if peer.steady and self._is_elsewhere(peer):
+            self._heartbeats.watch(peer)
         for notify in waiting:
             notify()
         return True
+
+    def _is_elsewhere(self, peer: Peer) -> bool:
+        """Whether it is reached over the network, where the kernel does not tell who is gone."""
+        place = self.ways.find(peer.address)
+        return place is not None and place.domain == EVERYWHERE
 
     def _lost(self, peer: Peer, link: Link, error: Exception) -> None:
         """A peer's link ended. Find out whether the peer did, too."""

@@ -63,6 +63,10 @@ class Peer:
     address: str = ""
     pid: int = 0
     host: str = ""
+    steady: bool = False
+    """It runs no code of users, and answers heartbeats at once."""
+    heard: bool = False
+    """Something has come since the last heartbeat."""
     said_goodbye: bool = False
     attach_limit_s: float = 0.0
     """It is the agent of a host, which our first link has made there; for so long its worker may be on its way up."""
@@ -204,6 +208,7 @@ class Peer:
         frames = self.session.resume(hello.received)
         self.link, self.we_dialed = link, we_dialed
         self.address, self.pid, self.host = hello.address, hello.pid, hello.host
+        self.steady, self.heard = hello.steady, True
         self.state = State.UP
         self.dialing = None
         self.outbox.clear()

@@ -43,6 +43,7 @@ _HELLO_TYPES: Final = {
     "host": str,
     "to": str,
     "attaches": bool,
+    "steady": bool,
     "monarch": str,
 }
 _HELLO_FIELDS: Final = (*_HELLO_TYPES, "wire", "python")
@@ -53,7 +54,7 @@ class FrameType(IntEnum):
     DATA = 2
     ACK = 3
     HEARTBEAT = 4
-    """Acknowledges, and says nothing else. Understood, and not sent yet: on one host the kernel tells who lives."""
+    """Wants an answer of any kind; see `heartbeats`."""
     GOODBYE = 5
     REFUSAL = 6
     """Instead of a hello: the link is not wanted, and why, in words."""
@@ -70,6 +71,7 @@ class Hello:
         pid, host: of the speaker, for people.
         to: the uid of the process that a dialer means; "": whoever is there.
         attaches: the worker of a host is to make the process `to`, an agent of the speaker's, if it is not there.
+        steady: the speaker runs no code of users, and answers heartbeats at once.
         monarch: the speaker's version of this library.
     """
 
@@ -80,6 +82,7 @@ class Hello:
     host: str
     to: str = ""
     attaches: bool = False
+    steady: bool = False
     monarch: str = __version__
     wire: int = WIRE_VERSION
     python: str = field(factory=lambda: ".".join(platform.python_version_tuple()[:2]))

@@ -291,6 +291,13 @@ SETTINGS: Final[Mapping[str, Setting]] = {
             _MESH,
         ),
         Setting(
+            "host_timeout",
+            Duration(),
+            "8s",
+            "A host is lost, with all its processes, when nothing came from it for so long, or up to a fifth longer.",
+            _OURS,
+        ),
+        Setting(
             "advertise_host",
             Text(),
             "",
@@ -432,6 +439,7 @@ DurationName = Literal[
     "message_delivery_timeout",
     "message_ack_time_interval",
     "mesh_attach_config_timeout",
+    "host_timeout",
     "process_exit_timeout",
     "stop_actor_timeout",
     "cleanup_timeout",

@@ -95,4 +95,5 @@ def _limits() -> Limits:
         settings.get("message_ack_time_interval"),
         settings.get("message_ack_every_n_messages"),
         settings.get("send_buffer_bytes"),
+        host_timeout_s=settings.get("host_timeout"),
     )

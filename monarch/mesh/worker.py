@@ -197,6 +197,7 @@ class Worker:
     def _make(self, client: ProcId, uid: Uid) -> _Tenant:
         scheme = self._transport.scheme
         runtime = MeshProc(ProcId(uid), self._transport, self._secret, root=client)
+        runtime.gateway.is_steady = True
         runtime.openings = self._openings
         gateway = runtime.gateway
         gateway.listen(registry.any_address(scheme))

@@ -289,7 +289,7 @@ class TcpTransport:
         adopter = _Adopter(shown)
 
         def adopt(newcomer: socket.socket, greeting: bytes) -> None:
-            _set_options(newcomer)
+            _set_options(newcomer, _GREETING.unpack(greeting)[0])
             return adopter.adopt(newcomer, greeting)
 
         listener = StreamListener(sock, secret, shown, adopt, greeting_bytes=_GREETING.size, on_close=adopter.close)
@@ -367,7 +367,7 @@ def _connect(address: Url, shown: str, secret: bytes, greeting: bytes, deadline_
     except OSError as error:
         raise severed(shown, error) from error
     try:
-        _set_options(sock)
+        _set_options(sock, _GREETING.unpack(greeting)[0])
         authenticate(sock, secret, shown, deadline_s)
         send_all(sock, greeting, deadline_s)
     except TimeoutError:
@@ -383,14 +383,17 @@ def _connect(address: Url, shown: str, secret: bytes, greeting: bytes, deadline_
     return sock
 
 
-def _set_options(sock: socket.socket) -> None:
-    """For both connections: no delay, and a machine that vanished is noticed in seconds, idle or not."""
+def _set_options(sock: socket.socket, kind: int) -> None:
+    """For both connections: no delay, and a machine that vanished is noticed in seconds, idle or not. A peer that is
+    busy, and takes in no large part for long, is no reason to cut it off: only nng's connection, of small frames, has a
+    limit for what the other kernel does not take."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
+    if kind == _NNG:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
 
 
 TRANSPORT: Final = TcpTransport()

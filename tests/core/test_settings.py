@@ -57,6 +57,7 @@ def test_the_defaults_are_those_of_the_table(table):
         "stack_signal": "SIGURG",
         "preload": "auto",
         "advertise_host": "",
+        "host_timeout": "8s",
         "mesh_attach_config_timeout": "1m",
         "shared_memory_bytes": 8 << 30,
         "undeliverable_fails_sender": True,

@@ -1,0 +1,169 @@
+"""Hosts with a network between them: one machine's namespaces, whose cables are cut and put back."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from monarch.actor import Actor, HostMesh, SupervisionError, attach_to_workers, current_rank, endpoint, this_host
+from monarch.config import configured
+from monarch.testing import TestClient, fresh_client, wait_until_gone
+from tests.mesh import netns
+from tests.mesh.workers import worker
+
+_WHY_NOT = netns.why_not()
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(_WHY_NOT), reason=_WHY_NOT or "-")]
+
+LIMIT_S = 30.0
+PORT = 22222
+SECRET = {"MONARCH_SECRET": "a secret of these tests, long enough"}
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[list[netns.Host]]:
+    """Two hosts, each with a worker that no test kills."""
+    with ExitStack() as stack:
+        hosts = stack.enter_context(netns.network(2))
+        for host in hosts:
+            stack.enter_context(worker(url_of(host), SECRET, host.prefix))
+        yield hosts
+
+
+def url_of(host: netns.Host, port: int = PORT) -> str:
+    return f"tcp://{host.address}:{port}"
+
+
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[TestClient]:
+    for name, value in SECRET.items():
+        monkeypatch.setenv(name, value)
+    with fresh_client("auto", cleanup_timeout="1s", process_exit_timeout="3s") as client:
+        yield client
+
+
+@pytest.fixture
+def hosts(client: TestClient, machines: list[netns.Host]) -> HostMesh:
+    return attach_to_workers(workers=[url_of(machine) for machine in machines])
+
+
+class Member(Actor):
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    @endpoint
+    def place(self) -> tuple[int, int]:
+        return current_rank().rank, os.getpid()
+
+    @endpoint
+    def take(self, number: int) -> None:
+        self.seen.append(number)
+
+    @endpoint
+    def taken(self) -> list[int]:
+        return self.seen
+
+    @endpoint
+    def size(self, data: Any) -> int:
+        return len(data)
+
+    @endpoint
+    def pids_of(self, mesh: Any) -> list[int]:
+        return [pid for _, pid in mesh.place.call().get(LIMIT_S).values()]
+
+    @endpoint
+    def hold(self, seconds: int) -> str:
+        """Hold the interpreter, as a computation in native code may."""
+        ctypes.PyDLL(None).sleep(seconds)
+        return "done"
+
+
+def test_every_process_reaches_every_other(hosts: HostMesh) -> None:
+    there = hosts.spawn_procs({"gpus": 2}).spawn("there", Member)
+    here = this_host().spawn_procs({"x": 2}).spawn("here", Member)
+    pids = [pid for _, pid in there.place.call().get(LIMIT_S).values()]
+    own = [pid for _, pid in here.place.call().get(LIMIT_S).values()]
+    assert len({*pids, *own}) == 6
+    assert list(here.pids_of.call(there).get(LIMIT_S).values()) == [pids, pids]
+    first, last = there.slice(hosts=0, gpus=0), there.slice(hosts=1, gpus=1)
+    assert first.pids_of.call_one(here).get(LIMIT_S) == own
+    assert first.pids_of.call_one(there.slice(hosts=1)).get(LIMIT_S) == pids[2:]
+    assert last.pids_of.call_one(there.slice(hosts=0)).get(LIMIT_S) == pids[:2]
+    assert last.size.call_one(bytes(20 << 20)).get(LIMIT_S) == 20 << 20
+    hosts.stop().get(LIMIT_S)
+    for pid in pids:
+        wait_until_gone(pid)
+
+
+def test_a_cable_that_is_put_back_loses_repeats_and_reorders_nothing(
+    hosts: HostMesh, machines: list[netns.Host]
+) -> None:
+    member = hosts.slice(hosts=0).spawn_procs().spawn("member", Member)
+    member.place.call_one().get(LIMIT_S)
+    for number in range(2000):
+        if number == 500:
+            machines[0].cut()
+        if number == 1500:
+            time.sleep(1.5)  # long enough for the kernel to lose packets
+            machines[0].heal()
+        member.take.broadcast(number)
+    assert member.taken.call_one().get(LIMIT_S) == list(range(2000))
+
+
+def test_a_host_that_vanishes_is_reported_with_all_its_processes(
+    client: TestClient, machines: list[netns.Host]
+) -> None:
+    with configured(host_timeout="1s"), fresh_client("auto", cleanup_timeout="1s") as quick:
+        hosts = attach_to_workers(workers=[url_of(machine) for machine in machines])
+        members = hosts.spawn_procs({"gpus": 2}).spawn("member", Member)
+        pids = [pid for _, pid in members.place.call().get(LIMIT_S).values()]
+        machines[1].cut()
+        try:
+            began_s = time.monotonic()
+            with pytest.raises(SupervisionError, match=r"nothing was heard from .* for 1 s"):
+                members.slice(hosts=1).taken.call().get(LIMIT_S)
+            assert time.monotonic() - began_s < 5
+            assert len(members.slice(hosts=0).place.call().get(LIMIT_S)) == 2
+            quick.allow_faults()
+        finally:
+            machines[1].heal()
+    for pid in pids:
+        wait_until_gone(pid, 90)
+
+
+def test_interpreters_that_are_held_are_no_failure(client: TestClient, machines: list[netns.Host]) -> None:
+    with configured(host_timeout="1s"), fresh_client("auto", cleanup_timeout="1s"):
+        hosts = attach_to_workers(workers=[url_of(machine) for machine in machines])
+        members = hosts.spawn_procs({"gpus": 1}).spawn("member", Member)
+        assert list(members.hold.call(8).get(LIMIT_S).values()) == ["done", "done"]
+        ctypes.PyDLL(None).sleep(4)  # and so is the client
+        assert len(members.place.call().get(LIMIT_S)) == 2
+
+
+def test_a_killed_worker_is_the_failure_of_its_host_alone(client: TestClient, machines: list[netns.Host]) -> None:
+    with worker(url_of(machines[1], PORT + 1), SECRET, machines[1].prefix) as served:
+        hosts = attach_to_workers(workers=[url_of(machines[0]), served.url])
+        members = hosts.spawn_procs().spawn("member", Member)
+        pids = [pid for _, pid in members.place.call().get(LIMIT_S).values()]
+        served.kill()
+        client.expect_fault("member")
+        client.allow_faults()
+        with pytest.raises(SupervisionError):
+            members.slice(hosts=1).place.call().get(LIMIT_S)
+        assert len(members.slice(hosts=0).place.call().get(LIMIT_S)) == 1
+        wait_until_gone(pids[1])
+
+
+def test_a_stranger_without_the_secret_is_turned_away(
+    machines: list[netns.Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MONARCH_SECRET", "another secret, as long as the first")
+    with fresh_client("auto"), configured(mesh_attach_config_timeout="1s"):
+        hosts = attach_to_workers(workers=[url_of(machines[0])])
+        with pytest.raises(RuntimeError, match=r"does not know this job's secret|closed the connection"):
+            hosts.initialized.get(LIMIT_S)

@@ -1,6 +1,6 @@
 """Cycles of calls: an actor waits, through others, for a call to itself that it cannot take. Found, and refused.
 
-Theory of operation. A call that an endpoint makes carries the chain of calls that led to it (`serving`). When it comes
+Theory of operation. A call that an endpoint makes carries the chain of calls that led to it (`chain`). When it comes
 back to an actor of this very chain that is busy, it may never be served; but only if everybody on the way waits. So a
 probe goes back the way that the call came, and asks each caller:
 
@@ -26,8 +26,9 @@ from typing import TYPE_CHECKING, Any, Final
 from attrs import define
 
 from monarch.core import exceptions
+from monarch.core.chain import ServedKey, comes_from, links_of
 from monarch.core.envelope import CallKey, Envelope, Flag
-from monarch.core.serving import Served, ServedKey, comes_from, links_of
+from monarch.core.serving import Served
 from monarch.errors import DeadlockError
 
 if TYPE_CHECKING:

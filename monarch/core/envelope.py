@@ -63,7 +63,7 @@ MESSAGE_TTL: Final = 64
 class Envelope:
     """One message. `reply_port` is a port of the sender's process, 0 for none; `rank` is the receiver's number in the
     view that was called, and in a reply the number of the one who replies. `chain` are the calls that led to this one
-    (see `serving`); empty for what comes from outside of actors, or has no answer that somebody could wait for."""
+    (see `core.chain`); empty for what comes from outside of actors, or has no answer that somebody could wait for."""
 
     kind: int
     dst_proc: int

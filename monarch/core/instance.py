@@ -112,7 +112,9 @@ _MESSAGES_PER_TURN: Final = 100
 """An actor that is flooded with calls still looks at its timers after so many."""
 
 
-class State(Enum):
+class Phase(Enum):
+    """Of an actor's life."""
+
     BORN = "born"
     SERVING = "serving"
     ENDING = "ending"
@@ -126,7 +128,7 @@ class Instance(Sender):
         super().__init__(proc, actor_id)
         self.signal = Signal()
         self.mailbox = Mailbox(self.signal)
-        self.state = State.BORN
+        self.phase = Phase.BORN
         self.down: Down | None = None
         self.serving: list[Served] = []
         """What the behavior runs now, the oldest first; kept by the behavior, on the actor's thread."""
@@ -164,7 +166,7 @@ class Instance(Sender):
     @property
     def engaged(self) -> bool:
         """Whether the call that was queued last has to wait for others."""
-        return self._current_envelope is not None or len(self.mailbox) > 1 or self.state is State.BORN
+        return self._current_envelope is not None or len(self.mailbox) > 1 or self.phase is Phase.BORN
 
     def is_cancelled(self, call: CallKey) -> bool:
         return call in self._cancelled
@@ -219,7 +221,7 @@ class Instance(Sender):
 
     def cut_off(self) -> None:
         """End at once, without release or cleanup, as if the process had been killed."""
-        self.state = State.ENDED
+        self.phase = Phase.ENDED
         self._loop.stop()
 
     def run(self, behavior: Behavior) -> None:
@@ -263,9 +265,9 @@ class Instance(Sender):
             down = self._behavior.construct()
         except BaseException as error:
             down = self._broken("construct", error)
-        if self.state is not State.BORN:
+        if self.phase is not Phase.BORN:
             return
-        self.state = State.SERVING
+        self.phase = Phase.SERVING
         if down is not None:
             self.end(down, constructed=False)
 
@@ -273,13 +275,13 @@ class Instance(Sender):
         """Serve control messages and calls until there is nothing to do now."""
         mailbox = self.mailbox
         for _ in range(_MESSAGES_PER_TURN):
-            if self.state is State.ENDED:
+            if self.phase is Phase.ENDED:
                 return
             action = mailbox.take_control()
             if action is not None:
                 action()
                 continue
-            if self.state is not State.SERVING or self._current is not None:
+            if self.phase is not Phase.SERVING or self._current is not None:
                 return
             envelope = mailbox.take()
             if envelope is None:
@@ -321,7 +323,7 @@ class Instance(Sender):
 
     def _current_done(self, task: asyncio.Task[Any]) -> None:
         self._current = None
-        if self.state is State.SERVING:
+        if self.phase is Phase.SERVING:
             self._current_envelope = None
         self._after(task)
 
@@ -339,9 +341,9 @@ class Instance(Sender):
 
     def end(self, down: Down, *, constructed: bool = True) -> None:
         """Refuse what is left, release, clean up, report. On the actor's thread; the first reason counts."""
-        if self.state in (State.ENDING, State.ENDED):
+        if self.phase in (Phase.ENDING, Phase.ENDED):
             return
-        self.state = State.ENDING
+        self.phase = Phase.ENDING
         self.down = down
         self.mailbox.close(down)
         behavior = self._behavior
@@ -388,7 +390,7 @@ class Instance(Sender):
     def _finish_loop(self) -> None:
         """Cancel what the user left on the loop, close it, and report."""
         loop = self._loop
-        self.state = State.ENDED
+        self.phase = Phase.ENDED
         try:
             left = [t for t in asyncio.all_tasks(loop) if not t.done()]
             for task in left:
@@ -408,7 +410,7 @@ class Instance(Sender):
             self.proc_runtime.actor_ended(self, down)
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        if self.state in (State.BORN, State.SERVING):
+        if self.phase in (Phase.BORN, Phase.SERVING):
             loop.default_exception_handler(context)
 
     # ---- for people
@@ -416,7 +418,7 @@ class Instance(Sender):
     def snapshot(self) -> ActorState:
         """What this actor does right now. From any thread; never waits."""
         running = tuple(each.running() for each in tuple(self.serving))
-        return ActorState(self.actor_id.name, self.actor_id.number, self.state.value, running, len(self.mailbox))
+        return ActorState(self.actor_id.name, self.actor_id.number, self.phase.value, running, len(self.mailbox))
 
     def waiting(self) -> tuple[Stack, ...]:
         """The stacks of its tasks that wait at an `await`. From any thread, once `thread_id` is set."""
@@ -426,6 +428,6 @@ class Instance(Sender):
 def _overdue(instance: weakref.ref[Instance], down: Down) -> None:
     """The time for an actor's end is over: report it, even if its thread is still busy with that."""
     found = instance()
-    if found is not None and found.state is not State.ENDED:
+    if found is not None and found.phase is not Phase.ENDED:
         log.warning("cleanup.overdue", actor=found.actor_id.name, limit_s=found.proc_runtime.cleanup_timeout_s)
         found._report(down)

@@ -52,6 +52,12 @@ class Proc:
     """See the module.
 
     Attributes:
+        monitors: who wants to know of which end.
+        actors, ports: those of this process, by number. Numbers of ports are drawn here, those of actors by whoever
+            spawns them.
+        on_proc_gone: called with the key of a process that is gone, and why, after ports and monitors have heard.
+        on_unborn: called with the number of an actor that a call is for and that is not there; may make it.
+        run_actor: runs an actor's life on a thread, given the thread's name.
         handlers: what an agent does with a request, by the first element of the request's tuple. A handler is called on
             the driving thread as `handler(envelope, *arguments)` and must not block.
         openings: where the processes that this one keeps listen too, once others ask for them who cannot reach them

@@ -1,26 +1,18 @@
-"""What an actor is doing: the calls that it serves now, what led to them, and a picture that can be sent and shown."""
+"""What an actor is doing: the calls that it serves now, and a picture of them that can be sent and shown."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from struct import Struct
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from attrs import define
 
+from monarch.core.chain import ServedKey, link, pruned
 from monarch.core.envelope import CallKey, Envelope
 
 if TYPE_CHECKING:
     from monarch.core.instance import Instance
-
-_LINK: Final = Struct("<QQQH")  # process, actor, number of the call that it serves; then the size of the text
-_LINKS: Final = 64  # of longer chains, the end is kept
-_TEXT_BYTES: Final = 500
-_ACTOR: Final = Struct("<QQ")
-
-ServedKey = tuple[int, int, int]
-"""(process, actor, number) of a call that an actor serves. The numbers are the actor's own, from 1."""
 
 
 @define(frozen=True)
@@ -95,44 +87,10 @@ class Served:
         """
         if not self._chain:
             self.number = self.instance.next_served()
-            before = self._pruned(self._before) if self._before else b""
-            self._chain = before + _link(self.key, f"{self.instance.member}.{self.endpoint}")
+            running = {each.number for each in self.instance.serving}
+            before = pruned(self._before, self.key, running) if self._before else b""
+            self._chain = before + link(self.key, f"{self.instance.member}.{self.endpoint}")
         return self._chain
-
-    def _pruned(self, chain: bytes) -> bytes:
-        """Without what came before a call to this very actor that is over; endless rounds do not grow it."""
-        links = links_of(chain)
-        own, running = self.key[:2], {each.number for each in self.instance.serving}
-        begin = 0
-        for position, ((proc, actor, number), _) in enumerate(links):
-            if (proc, actor) == own and number not in running:
-                begin = position + 1
-        kept = links[max(begin, len(links) + 1 - _LINKS) :]
-        return b"".join(_link(key, text) for key, text in kept)
-
-
-def _link(key: ServedKey, text: str) -> bytes:
-    encoded = text.encode()[-_TEXT_BYTES:]
-    return _LINK.pack(*key, len(encoded)) + encoded
-
-
-def comes_from(chain: bytes, proc: int, actor: int) -> ServedKey | None:
-    """The last call of a chain that this actor served; None, quickly, when there is none."""
-    if _ACTOR.pack(proc, actor) not in chain:
-        return None
-    return next((key for key, _ in reversed(links_of(chain)) if key[:2] == (proc, actor)), None)
-
-
-def links_of(chain: bytes) -> list[tuple[ServedKey, str]]:
-    """The calls of a chain, with their texts: `module.Class name{'gpus': 1/2}.endpoint`."""
-    links: list[tuple[ServedKey, str]] = []
-    at = 0
-    while at < len(chain):
-        proc, actor, number, size = _LINK.unpack_from(chain, at)
-        at += _LINK.size
-        links.append(((proc, actor, number), chain[at : at + size].decode(errors="replace")))
-        at += size
-    return links
 
 
 @define(frozen=True)

@@ -259,7 +259,7 @@ SETTINGS: Final[Mapping[str, Setting]] = {
             "message_delivery_timeout",
             Duration(),
             "30s",
-            "A link on which a message stays unacknowledged for so long is given up, and its messages go back.",
+            "A process that cannot be reached for so long is given up, and the messages for it go back.",
         ),
         Setting(
             "message_ack_time_interval", Duration(), "500ms", "A received message is acknowledged after at most this."

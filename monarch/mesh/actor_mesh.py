@@ -173,7 +173,7 @@ class ActorMesh(MeshView, Generic[A]):
         may_wait: bool = True,
     ) -> None:
         """Send a CALL to every member, or `only` to the one at that position. The sender's order per member is given
-        here, before anything is sent. `chain`: the calls that it comes from (`core.serving`)."""
+        here, before anything is sent. `chain`: the calls that it comes from (`core.chain`)."""
         targets = self._targets if only is None else self._targets[only : only + 1]
         first = only or 0
         if on_main_thread():

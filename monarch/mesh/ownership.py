@@ -67,7 +67,7 @@ class OwnedActors:
         if all_down:
             self.owner.owned.pop(self.number, None)
             self.owner.owned_once.append(self.number)
-            self._books.actors.pop(self.number, None)
+            self._books.meshes.pop(self.number, None)
             self._stopped._complete(lambda: None)
         if not expected:
             self.owner.supervise(MeshFailure(self.name, [rank], self._describe(rank), down))
@@ -190,10 +190,15 @@ def joined(runtime: Proc, futures: Sequence[Future[Any]], then: Callable[[], Non
 
 
 class Books:
-    """The meshes owned by the actors of one process, by number. Attached to its `Proc`."""
+    """What the actors of one process own.
+
+    Attributes:
+        meshes: the actor meshes among it, by number.
+        owners: the actors, and the client, by number.
+    """
 
     def __init__(self, runtime: Proc) -> None:
-        self.actors: dict[int, OwnedActors] = {}
+        self.meshes: dict[int, OwnedActors] = {}
         self.owners: dict[int, Spawner] = {}
         runtime.handlers["member_down"] = lambda envelope, *end: self.member_down(*end)
         runtime.on_proc_gone.append(self._on_proc_gone)
@@ -201,7 +206,7 @@ class Books:
 
     def member_down(self, number: int, rank: int, down: Down) -> None:
         """A member of the mesh with this number has ended."""
-        mesh = self.actors.get(number)
+        mesh = self.meshes.get(number)
         if mesh is not None:
             mesh.member_down(rank, down)
 

@@ -137,7 +137,7 @@ class ProcMesh(MeshView):
         owned = OwnedActors(
             owner, books, number, name, self._procs, lambda base: describe_member(class_name, name, whole, base)
         )
-        owner.owned[number] = books.actors[number] = owned
+        owner.owned[number] = books.meshes[number] = owned
         books.owners.setdefault(owner.actor_id.number, owner)
         source = owner.actor_id.number
         for rank, proc in enumerate(self._procs):

@@ -14,7 +14,7 @@ from net import LIMIT_S, Net, until
 
 from monarch.core.envelope import Envelope, Flag, Kind
 from monarch.core.ids import ActorId
-from monarch.core.instance import Instance, State
+from monarch.core.instance import Instance, Phase
 from monarch.core.monitor import Down
 from monarch.core.proc import Proc
 from monarch.core.serving import Served
@@ -99,7 +99,7 @@ class Life:
     def ended(self) -> Down:
         self.thread.join(LIMIT_S)
         assert not self.thread.is_alive()
-        assert len(self.downs) == 1 and self.instance.state is State.ENDED
+        assert len(self.downs) == 1 and self.instance.phase is Phase.ENDED
         assert self.instance.actor_id.number not in self.proc.actors
         return self.downs[0]
 
@@ -483,3 +483,21 @@ def test_an_actor_that_is_not_constructed_yet_says_so(proc: Proc) -> None:
     life.thread.start()
     until(lambda: life.instance.snapshot().phase == "serving")
     life.end()
+
+
+def test_a_task_that_exits_ends_the_actor_and_says_what_it_raised(proc: Proc) -> None:
+    """And not the process, which asyncio would let it end."""
+    life = Life(proc)
+
+    async def leave() -> None:
+        raise SystemExit("enough")
+
+    async def begin() -> None:
+        life.kept = asyncio.create_task(leave())  # type: ignore[attr-defined]
+
+    life.fake.does["begin"] = lambda: Work(begin())
+    life.call("begin")
+    down = life.ended()
+
+    assert (down.kind, down.error) == ("failed", "SystemExit: enough")
+    assert down.pid and "in leave" in down.traceback

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+from monarch.core.chain import comes_from, links_of
 from monarch.core.envelope import Envelope, Kind
-from monarch.core.serving import Served, comes_from, links_of
+from monarch.core.serving import Served
 
 
 class FakeProc:

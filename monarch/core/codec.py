@@ -24,7 +24,7 @@ import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from types import CodeType, FunctionType
+from types import CodeType, CoroutineType, FunctionType
 from typing import Any, Final
 
 import cloudpickle
@@ -338,7 +338,8 @@ def _blame(error: Exception, named: list[tuple[str, Any]]) -> None:
     try:
         path = _culprit(named, 16)
         if path is not None:
-            error.add_note(f"{path[0]} is a {_type_name(type(path[1]))}, which cannot be pickled")
+            hint = "; is an `await` missing?" if isinstance(path[1], CoroutineType) else ""
+            error.add_note(f"{path[0]} is a {_type_name(type(path[1]))}, which cannot be pickled{hint}")
     except Exception:  # the note is a courtesy: the error itself matters more
         pass
 

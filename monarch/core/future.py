@@ -12,7 +12,7 @@ import threading
 import warnings
 from collections.abc import Callable, Coroutine, Generator
 from types import TracebackType
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, NoReturn, Protocol, TypeVar
 
 from monarch.core.deadlock import Wait
 from monarch.core.driver import Driver, Signal, _sleep_until_set
@@ -95,6 +95,9 @@ class Future(Generic[R]):
 
     def __init__(self) -> None:
         raise TypeError("futures come from calls; they cannot be constructed")
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Future cannot be sent, only its value: `await` it, or use `get()`")
 
     @classmethod
     def _pending(

@@ -7,11 +7,12 @@ books of one process; the evidence comes from the gateway (processes) and from t
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final
 
-from attrs import define, evolve
+from attrs import define, evolve, field
 
 from monarch.log import get_logger
 
@@ -33,6 +34,7 @@ class Down:
         traceback: as rendered where it was raised, or "".
         cause: what brought this about, or None.
         actor: `module.Class name{...}` of the actor that failed, "" for a process or where unknown.
+        time_s: when it was noticed, in seconds since the epoch. Those who hear of it later hear the same time.
     """
 
     kind: str
@@ -45,6 +47,7 @@ class Down:
     traceback: str = ""
     cause: Down | None = None
     actor: str = ""
+    time_s: float = field(factory=time.time, eq=False)
 
     @property
     def stopped(self) -> bool:

@@ -395,7 +395,8 @@ class HostAgent:
     def _insist(self, stopping: list[_Launched], signum: int) -> None:
         for launched in stopping:
             if launched.down is None and launched.running is not None:
-                log.warning("proc.signalled", proc=launched.request.title, signal=signum)
+                late = "it was told to stop, and has not: an endpoint may still run"
+                log.warning("proc.signalled", proc=launched.request.title, signal=signum, reason=late)
                 launched.running.kill(signum)
 
     def _on_owner_gone(self, key: int, down: Down) -> None:

@@ -63,7 +63,8 @@ def describe(call: str, state: CallState) -> str:
     if not doing:
         doing = "idle" if actor.phase == "serving" else f"in state {actor.phase!r}"
     if state.ahead is not None:
-        return f"{call} is queued behind {state.ahead} call(s), and its actor has been {doing}"
+        before = f"queued behind {state.ahead} call(s)" if state.ahead else "next in the queue"
+        return f"{call} is {before}, and its actor has been {doing}"
     return (
         f"{call} is neither queued nor running there (its answer is on its way, or is left to a reply port that was "
         f"handed on), and its actor has been {doing}"

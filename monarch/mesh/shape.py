@@ -87,8 +87,14 @@ class Extent(Mapping[str, int]):
         """Every point, in order of rank."""
         return (Point(rank, self) for rank in range(self._nelements))
 
+    def _dim(self, label: str) -> tuple[int, int]:
+        try:
+            return self._dims[label]
+        except KeyError:
+            raise KeyError(f"no dimension {label!r} in {self}") from None
+
     def __getitem__(self, label: str) -> int:
-        return self._dims[label][1]
+        return self._dim(label)[1]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._labels)
@@ -140,10 +146,10 @@ class Point(Mapping[str, int]):
 
     def size(self, label: str) -> int:
         """Size of the dimension; KeyError if the extent has no such label."""
-        return self._extent._dims[label][1]
+        return self._extent._dim(label)[1]
 
     def __getitem__(self, label: str) -> int:
-        stride, size = self._extent._dims[label]
+        stride, size = self._extent._dim(label)
         return self._rank // stride % size
 
     def __iter__(self) -> Iterator[str]:

@@ -54,7 +54,7 @@ def local(data: Any) -> Local:
     """The memory of a torch tensor, or of anything with the buffer protocol (memoryview, bytearray, mmap, array).
 
     Raises:
-        ValueError: it is not contiguous, or empty.
+        ValueError: it is not contiguous, empty, or holds Python objects.
         RuntimeError: it is something else.
     """
     torch = sys.modules.get("torch")
@@ -65,6 +65,8 @@ def local(data: Any) -> Local:
     except TypeError:
         kind = type(data).__name__
         raise RuntimeError(f"expected a torch tensor or a memoryview, not {kind}: it has no memory to share") from None
+    if "O" in view.format:
+        raise ValueError("the memory holds references to Python objects, which mean nothing elsewhere")
     if not view.c_contiguous:
         raise ValueError("the memory is not contiguous: copy it first")
     if not view.nbytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from datetime import datetime
 from enum import StrEnum
@@ -42,14 +41,12 @@ class MeshFailure:
         crashed_ranks: base ranks of the members that failed; one event has one rank.
         member: which one that is, or the text by which people know it.
         down: why it is gone.
-        time_s: when the owner's process heard of it, in seconds since the epoch.
     """
 
     mesh_name: str
     crashed_ranks: list[int]
     member: Member | str
     down: Down
-    time_s: float = field(factory=time.time)
     mesh: object = None
 
     @property
@@ -89,6 +86,11 @@ class MeshFailure:
     def signal(self) -> int | None:
         """That ended the process, where one did."""
         return self.down.signal
+
+    @property
+    def time_s(self) -> float:
+        """When it was noticed, in seconds since the epoch."""
+        return self.down.time_s
 
     @property
     def exception_type(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import threading
 import traceback
 import warnings
@@ -34,6 +35,11 @@ def _join(threads: list[threading.Thread]) -> None:
 def test_a_future_cannot_be_constructed() -> None:
     with pytest.raises(TypeError, match="cannot be constructed"):
         Future()
+
+
+def test_a_future_that_is_sent_says_that_its_value_was_meant() -> None:
+    with pytest.raises(TypeError, match="only its value: `await` it"):
+        pickle.dumps(_pending())
 
 
 def test_a_result_is_kept_for_any_number_of_looks() -> None:

@@ -56,6 +56,8 @@ def test_calls_to_a_killed_process_fail_soon_and_say_why(real_client: TestClient
 
     failure = real_client.expect_fault()
     assert (failure.crashed_ranks, failure.signal, failure.pid) == ([1], signum, pid)
+    late = workers.slice(gpus=1).echo.call_one(4).exception(5)
+    assert isinstance(late, SupervisionError) and late.failure.time_s == failure.time_s
     assert list(workers.slice(gpus=slice(0, 3, 2)).echo.call(1).get(10).values()) == [1, 1]
 
 

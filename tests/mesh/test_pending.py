@@ -29,7 +29,7 @@ _BORN = ActorState("w", 5, "born", (Running("__init__", 0.0, 1.0),), 1)
     [
         (CallState(_BUSY, None, Running("x", 0.0, 3.04)), "M w.x has been running for 3.0 s"),
         (CallState(_BUSY, 1), "M w.x is queued behind 1 call(s), and its actor has been running step for 3.0 s"),
-        (CallState(_BORN, 0), "M w.x is queued behind 0 call(s), and its actor has been running __init__ for 1.0 s"),
+        (CallState(_BORN, 0), "M w.x is next in the queue, and its actor has been running __init__ for 1.0 s"),
         (CallState(None), "M w.x waits for its actor to be spawned"),
         (CallState(_IDLE), "neither queued nor running there (its answer is on its way, or is left to a reply port"),
     ],

@@ -52,6 +52,11 @@ def test_memory_with_gaps_is_refused():
         local(memoryview(bytearray(10))[::2])
 
 
+def test_references_to_python_objects_are_refused():
+    with pytest.raises(ValueError, match="Python objects"):
+        local((ctypes.py_object * 2)())
+
+
 @pytest.mark.parametrize("data", [3, "text", [1, 2], None, object()])
 def test_what_has_no_memory_is_refused(data):
     with pytest.raises(RuntimeError, match="expected a torch tensor or a memoryview"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 
 import pytest
+from attrs import evolve
 
 from monarch.core.monitor import Down
 from monarch.supervision.failure import Fate, Member, MeshFailure, call_failed
@@ -51,7 +52,7 @@ def test_the_fields_say_what_happened(down: Down, fields: tuple[object, ...]) ->
 
 
 def test_it_pickles_with_all_of_it() -> None:
-    failure = MeshFailure("workers", [1], MEMBER, RAISED.because(KILLED), time_s=1e9)
+    failure = MeshFailure("workers", [1], MEMBER, evolve(RAISED, time_s=1e9).because(KILLED))
 
     again = pickle.loads(pickle.dumps(failure))
     assert again == failure
@@ -59,7 +60,7 @@ def test_it_pickles_with_all_of_it() -> None:
 
 
 def test_its_report_is_a_paragraph_and_what_caused_it() -> None:
-    report = MeshFailure("workers", [1], MEMBER, RAISED.because(KILLED), time_s=1e9).report()
+    report = MeshFailure("workers", [1], MEMBER, evolve(RAISED, time_s=1e9).because(KILLED)).report()
 
     first, trace, cause = report.splitlines()
     assert first.startswith("shop.Worker workers{'hosts': 0/1, 'gpus': 1/2} at rank 1 failed at 2001-09-")

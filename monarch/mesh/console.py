@@ -12,7 +12,6 @@ debugger's terminal asks for a `Conversation`: such frames both ways, until one 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -27,6 +26,7 @@ from typing import Any, Final, Protocol
 
 from attrs import define
 
+from monarch.core.driver import WakeFd
 from monarch.core.gateway import Gateway
 from monarch.errors import AuthenticationError, MonarchError
 from monarch.log import get_logger
@@ -113,21 +113,18 @@ class Conversation:
     def __init__(self, link: Link) -> None:
         self._link = link
         self._unsaid: deque[dict[str, Any]] = deque()
-        self._ending = self._over = False
-        self._lock = threading.Lock()  # over the descriptors of the bell, which rings when there is something to say
-        self._bell = os.pipe()
-        for fd in self._bell:
-            os.set_blocking(fd, False)
+        self._ending = False
+        self._bell = WakeFd()  # rings when there is something to say
 
     def say(self, facts: dict[str, Any]) -> None:
         """Never blocks."""
         self._unsaid.append(facts)
-        self._ring()
+        self._bell.wake()
 
     def end(self) -> None:
         """Say what is unsaid, and no more."""
         self._ending = True
-        self._ring()
+        self._bell.wake()
 
     def run(self, hear: Callable[[dict[str, Any]], None], source: Source | None = None) -> None:
         """Returns when either side has ended it. Reads from `source` meanwhile."""
@@ -135,15 +132,14 @@ class Conversation:
         try:
             while not (self._ending and not self._unsaid):
                 poll = select.poll()
-                poll.register(self._bell[0], select.POLLIN)
+                poll.register(self._bell, select.POLLIN)
                 poll.register(link.fileno(), select.POLLIN | (select.POLLOUT if link.blocked else 0))
                 if source is not None and source.fileno() >= 0:
                     poll.register(source.fileno(), select.POLLIN)
                 ready = [fd for fd, _ in poll.poll()]
                 if source is not None and source.fileno() in ready:
                     source.read()
-                with contextlib.suppress(BlockingIOError):
-                    os.read(self._bell[0], 4096)
+                self._bell.drain()
                 for frame in link.recv_nowait():
                     hear(json.loads(b"".join(frame)))
                 if link.flush_nowait():
@@ -154,15 +150,7 @@ class Conversation:
         except MonarchError:  # the other side is gone
             link.abort()
         finally:
-            with self._lock:
-                self._over = True
-                for fd in self._bell:
-                    os.close(fd)
-
-    def _ring(self) -> None:
-        with self._lock, contextlib.suppress(BlockingIOError):  # it rings already
-            if not self._over:
-                os.write(self._bell[1], b"!")
+            self._bell.close()
 
 
 @define(frozen=True)

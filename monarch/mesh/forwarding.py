@@ -28,6 +28,7 @@ from weakref import WeakSet
 from attrs import define, field
 
 from monarch.core import settings
+from monarch.core.driver import WakeFd
 from monarch.log import get_logger
 from monarch.mesh.lines import Admission, Aggregator, Intake, Line, LineReader, Origin, Tail, shown
 
@@ -92,8 +93,8 @@ class Forwarder:
         # Of the showing thread:
         self._open: list[_Pipe] = []  # those with a partial line
         self._aggregators: WeakSet[Aggregator] = WeakSet()  # as long as a source has them
-        self._lock = threading.Lock()  # over the bell, which wakes the reading thread
-        self._bell: tuple[int, int] | None = None
+        self._lock = threading.Lock()  # over the start
+        self._bell: WakeFd  # wakes the reading thread
         self._started = self._closed = False
 
     # ---- from any thread
@@ -185,30 +186,23 @@ class Forwarder:
                 _say(f"monarch: about {lines} lines of output were not shown: the driver's output is stuck\n")
                 break
         self._closed = True
-        self._ring()
+        self._bell.wake()
         with self._turn:
             self._turn.notify_all()
 
     # ---- the reading thread
 
     def _start(self) -> None:
-        self._started = True
-        self._bell = os.pipe()
-        for fd in self._bell:
-            os.set_blocking(fd, False)
+        self._bell = WakeFd()
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._bell[0], selectors.EVENT_READ)
+        self._selector.register(self._bell, selectors.EVENT_READ)
         for name, run in (("monarch-output", self._read), ("monarch-show", self._show)):
             threading.Thread(target=run, name=name, daemon=True).start()
+        self._started = True
 
     def _command(self, command: Callable[[], None]) -> None:
         self._commands.append(command)
-        self._ring()
-
-    def _ring(self) -> None:
-        with self._lock, contextlib.suppress(BlockingIOError):  # it rings already
-            if self._bell is not None:
-                os.write(self._bell[1], b"!")
+        self._bell.wake()
 
     def _watch(self, source: Source) -> None:
         for pipe in source.pipes:
@@ -216,9 +210,8 @@ class Forwarder:
             self._selector.register(pipe.fd, selectors.EVENT_READ)
 
     def _read(self) -> None:
-        assert self._bell is not None
         bell = select.poll()
-        bell.register(self._bell[0], select.POLLIN)
+        bell.register(self._bell, select.POLLIN)
         while not self._closed:
             while self._overdue and self._overdue[0][0] <= time.monotonic():
                 self._overdue.popleft()[1]()
@@ -229,8 +222,7 @@ class Forwarder:
                 ready = [key.fd for key, _ in self._selector.select(0.1 if self._overdue else None)]
             else:
                 bell.poll(100)
-            with contextlib.suppress(BlockingIOError):
-                os.read(self._bell[0], 4096)
+            self._bell.drain()
             while self._commands:
                 try:
                     self._commands.popleft()()
@@ -242,10 +234,7 @@ class Forwarder:
         for pipe in list(self._pipes.values()):
             self._forget(pipe)
         self._selector.close()
-        with self._lock:
-            for fd in self._bell:
-                os.close(fd)
-            self._bell = None
+        self._bell.close()
 
     def _read_some(self, pipe: _Pipe) -> int | None:
         """Read once: how many bytes, 0 where there are none now, None at the end."""
@@ -339,7 +328,7 @@ class Forwarder:
                 self._admission.shown(size, time.monotonic())
                 self._unshown_lines -= lines
             if waited:
-                self._ring()
+                self._bell.wake()
 
     def _next_deadline_s(self) -> float:
         due = [d for each in self._aggregators if (d := each.next_deadline_s()) is not None]

@@ -91,6 +91,7 @@ class Proc:
         self.unborn_limit_s = 30.0
         self.message_ttl = MESSAGE_TTL
         self.on_proc_gone: list[Callable[[int, Down], None]] = []
+        self.on_actor_ended: list[Callable[[int], None]] = []  # called before anybody hears of the end
         self.run_actor: Callable[[str, Callable[[], None]], None] = run_on_thread
         self.on_unborn: Callable[[int], None] = lambda number: None
         self._numbers = itertools.count(16)
@@ -317,6 +318,11 @@ class Proc:
         """An actor reports its end, once."""
         number = instance.actor_id.number
         instance.mailbox.close(down)
+        for hook in list(self.on_actor_ended):
+            try:
+                hook(number)
+            except Exception:
+                log.exception("hook.failed", reason=down.reason)
         # First the tombstone: a message that finds neither the actor nor it would wait for an actor still to be born.
         self.monitors.fire((self.key, number), down)
         with self._lock:

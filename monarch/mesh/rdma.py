@@ -87,14 +87,9 @@ class RDMABuffer:
         if backend == "ibverbs" and (missing := ibverbs.why_not()):
             raise NotViable(f"rdma_path asks for ibverbs, which cannot work here: {missing}")
         instance = context().actor_instance
-        _transfers()  # answers those who ask for it
-        book = exports()
-        export = book.add(memory)
-        runtime = instance.proc_runtime
-        number = export.number
         owner = instance.actor_id
-        cancel = runtime.monitors.watch((runtime.key, owner.number), lambda down: book.withdraw(number))
-        export.on_withdraw.append(cancel)
+        export = _transfers().share(memory, owner.number)
+        book, number = exports(), export.number
         in_file = book.place_of(memory)
         if in_file is None and book.place.host:
             enlarge(book, number, memory)

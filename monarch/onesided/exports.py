@@ -33,9 +33,9 @@ from typing import Any, Final
 
 from attrs import define, field
 
+from monarch.core.address import host_identity
 from monarch.errors import BufferDropped
 from monarch.log import get_logger
-from monarch.onesided.host import host_id
 from monarch.onesided.local import Local
 
 log = get_logger("monarch.rdma")
@@ -69,7 +69,7 @@ class Place:
     """Where the exports of a process are. It travels in every reference.
 
     Attributes:
-        host: see `host_id`; "" where processes cannot reach each other's memory.
+        host: see `core.address`; "" where processes cannot reach each other's memory.
         fd: descriptor of the file, in that process.
         token: the first bytes of the file, by which it is told from any other.
         table: address of the table in that process.
@@ -109,7 +109,7 @@ class Exports:
         self._addresses: list[int] = []  # of live allocations, sorted
         self._allocated: dict[int, tuple[int, int]] = {}  # by address: size, place in the file
         self._changed = threading.Condition(threading.RLock())  # finalizers run anywhere, also while it is held
-        if hasattr(os, "memfd_create") and host_id():
+        if hasattr(os, "memfd_create"):
             self._open()
 
     def _open(self) -> None:
@@ -119,7 +119,7 @@ class Exports:
         address = map_shared(self.fd, TABLE_BYTES, 0)
         ctypes.memmove(address, token, TOKEN_BYTES)
         self._table = (ctypes.c_uint64 * SLOTS).from_address(address)
-        self.place = Place(host_id(), os.getpid(), self.fd, token, address)
+        self.place = Place(host_identity(), os.getpid(), self.fd, token, address)
         _allow_neighbours()
 
     # ---- memory that others can map

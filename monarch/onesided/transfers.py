@@ -17,6 +17,7 @@ from typing import Final, Protocol
 from attrs import define, field
 
 from monarch.core import settings
+from monarch.core.address import host_identity
 from monarch.core.future import Future
 from monarch.core.monitor import Down
 from monarch.core.proc import Proc
@@ -24,9 +25,8 @@ from monarch.errors import NotViable
 from monarch.log import get_logger
 from monarch.onesided import chunks
 from monarch.onesided.chunks import Chunks, owner_gone
-from monarch.onesided.exports import exports
+from monarch.onesided.exports import Export, exports
 from monarch.onesided.here import Here
-from monarch.onesided.host import host_id
 from monarch.onesided.ibverbs import Passive, Verbs
 from monarch.onesided.local import Local, local, on_host, to_device, view_of
 from monarch.onesided.neighbour import Neighbour, NeighbourGone
@@ -36,8 +36,7 @@ from monarch.verbs.node import node
 
 log = get_logger("monarch.rdma")
 
-PATHS: Final = ("ibverbs", "shm", "tcp")
-_WORKERS: Final = 4
+_WORKERS: Final = 16
 _AT_ONCE_BYTES: Final = 256 << 10  # a hop to a worker and back costs as much as copying some 100 KiB
 
 
@@ -119,37 +118,60 @@ class Atomic:
         view_of(self.target.address, 8)[:] = before.to_bytes(8, sys.byteorder)
 
 
+_Key = tuple[int, bool, str, str]
+
+
+def _key(remote: Remote) -> _Key:
+    """What the choice of a path depends on."""
+    return remote.owner.proc.key, remote.in_file is not None, remote.device, settings.get("rdma_path")
+
+
 class Transfers:
     """Those of one `Proc`. Thread-safe."""
 
     def __init__(self, runtime: Proc) -> None:
         self.runtime = runtime
-        self._paths: dict[tuple[int, bool, str], Path] = {}
-        self._neighbours: dict[bytes, Neighbour | NotReachable] = {}
+        self._paths: dict[_Key, Path] = {}
+        self._neighbours: dict[int, Neighbour | NotReachable] = {}  # by key of the process
         self._choosing = threading.Lock()
         self._lock = threading.Lock()
         self._workers = _Workers()
+        self._shared_by: dict[int, set[int]] = {}  # by number of an actor: its buffers
+        runtime.on_actor_ended.append(self._release)
         runtime.on_proc_gone.append(self._forget)
         chunks.serve(runtime)
         Passive(runtime)
+
+    # ---- what is shared
+
+    def share(self, memory: Local, actor_number: int) -> Export:
+        """Let others use this memory until it is withdrawn, or that actor of this process ends."""
+        export = exports().add(memory)
+        shared = self._shared_by.setdefault(actor_number, set())
+        shared.add(export.number)
+        export.on_withdraw.append(lambda: shared.discard(export.number))
+        return export
+
+    def _release(self, actor_number: int) -> None:
+        for number in self._shared_by.pop(actor_number, set()).copy():
+            exports().withdraw(number)
 
     # ---- which way
 
     def path_to(self, remote: Remote) -> Path:
         """Raises: NotViable, when the path that was asked for does not lead there; SupervisionError: it is gone."""
-        wanted = settings.get("rdma_path")
-        key = remote.owner.proc.key, remote.in_file is not None, wanted
+        key = _key(remote)
         path = self._paths.get(key)
         if path is None:
             with self._choosing:  # two connections to one process would replace each other
                 path = self._paths.get(key)
                 if path is None:
-                    path = self._paths[key] = self._choose(remote, wanted)
+                    path = self._paths[key] = self._choose(remote, settings.get("rdma_path"))
                     log.info("rdma.path", owner=str(remote.owner), path=path.name, reason=path.reason)
         return path
 
     def _choose(self, remote: Remote, wanted: str) -> Path:
-        if remote.owner.proc.key == self.runtime.key:
+        if remote.owner.proc.key == self.runtime.key and remote.device == "cpu":
             return Here(preferred()[0], exports())
         ways: dict[str, Callable[[Remote, str], Path]] = {
             "shm": self._shared,
@@ -169,7 +191,7 @@ class Transfers:
     def _shared(self, remote: Remote, because: str) -> Path:
         if remote.device != "cpu":
             raise NotReachable(f"the buffer is on {remote.device}")
-        if not remote.place.host or remote.place.host != host_id():
+        if not remote.place.host or remote.place.host != host_identity():
             raise NotReachable("the owner is on another host, or in another container")
         neighbour = self._neighbour(remote)
         if remote.in_file is None and neighbour.no_copying:
@@ -179,8 +201,11 @@ class Transfers:
 
     def _neighbour(self, remote: Remote) -> Neighbour:
         with self._lock:
-            found = self._neighbours.get(remote.place.token)
+            found = self._neighbours.get(remote.owner.proc.key)
             if found is None:
+                for key, other in list(self._neighbours.items()):
+                    if isinstance(other, Neighbour) and not other.is_alive():
+                        del self._neighbours[key]
                 try:
                     found = Neighbour(remote.place)
                 except NotReachable as error:
@@ -188,7 +213,7 @@ class Transfers:
                 except NeighbourGone as gone:
                     down = self.runtime.monitors.gone((remote.owner.proc.key, 0))
                     raise owner_gone(remote, down or gone) from None
-                self._neighbours[remote.place.token] = found
+                self._neighbours[remote.owner.proc.key] = found
         if isinstance(found, NotReachable):
             raise found
         return found
@@ -198,7 +223,9 @@ class Transfers:
             device = node()
         except NotViable as error:
             raise NotReachable(str(error)) from None
-        for (owner, _, _), path in self._paths.items():
+        if remote.device != "cpu":
+            raise NotReachable(f"the buffer is on {remote.device}")
+        for (owner, *_), path in list(self._paths.items()):
             if owner == remote.owner.proc.key and isinstance(path, Verbs):
                 return path
         return Verbs(Chunks(self.runtime, ""), device, remote, because)
@@ -209,8 +236,9 @@ class Transfers:
         return Chunks(self.runtime, because)
 
     def _forget(self, key: int, down: Down) -> None:
-        for each in [each for each in self._paths if each[0] == key]:
-            del self._paths[each]
+        self._neighbours.pop(key, None)
+        for each in [each for each in list(self._paths) if each[0] == key]:
+            self._paths.pop(each, None)
 
     # ---- moving
 
@@ -231,10 +259,9 @@ class Transfers:
         return batch.future
 
     def _known_path(self, remote: Remote) -> Path | None:
-        return self._paths.get((remote.owner.proc.key, remote.in_file is not None, settings.get("rdma_path")))
+        return self._paths.get(_key(remote))
 
     def _carry_out(self, move: Move, deadline_s: float) -> None:
-        """Memory of a CUDA device is staged here, at the side that starts the transfer."""
         move.carry_out(self.path_to(move.remote), deadline_s)
 
 

@@ -32,7 +32,7 @@ from monarch.verbs.adapter import FLUSHED, SUCCESS, Completion, Opcode
 from monarch.verbs.node import Wire
 from monarch.verbs.registrations import register
 
-DEPTH: Final = 32
+DEPTH: Final = 64
 SLOT_BYTES: Final = 8 << 10
 READY: Final = b"\x06"  # over the control connection: this side has posted its receives
 

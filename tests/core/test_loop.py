@@ -330,7 +330,7 @@ def test_a_loop_has_no_descriptors_until_the_user_registers_one() -> None:
     for loop in loops:
         loop.set_turn(lambda: None)
         loop.run_until_complete(asyncio.sleep(0))
-    assert _descriptors() == before
+    assert _descriptors() <= before  # what earlier tests left may go meanwhile
     left, right = socket.socketpair()
     with left, right:
         loops[0].add_reader(left, lambda: None)
@@ -338,7 +338,7 @@ def test_a_loop_has_no_descriptors_until_the_user_registers_one() -> None:
         loops[0].remove_reader(left)
     for loop in loops:
         loop.close()
-    assert _descriptors() == before
+    assert _descriptors() <= before
 
 
 @pytest.mark.parametrize("descriptor", [False, True])

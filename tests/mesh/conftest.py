@@ -56,7 +56,7 @@ def spawn(shared: Shared) -> Iterator[Callable[..., Any]]:
         stop.get(10)
 
 
-@pytest.fixture(params=["inproc", "shm", pytest.param("tcp", marks=pytest.mark.slow)])
+@pytest.fixture(params=["inproc", *(pytest.param(scheme, marks=pytest.mark.slow) for scheme in ("shm", "tcp"))])
 def client(request: pytest.FixtureRequest) -> Iterator[TestClient]:
     """A fresh client over each transport, for tests that end things."""
     with fresh_client(request.param, cleanup_timeout="1s", process_exit_timeout="3s") as client:

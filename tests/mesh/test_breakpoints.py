@@ -142,7 +142,7 @@ def test_a_stop_does_not_wait_for_the_debugger(scene):
     screen.wait_for(both_wait)
     procs.stop().get(LIMIT_S)
 
-    with pytest.raises((ActorError, SupervisionError), match="BdbQuit|stopped by client"):  # whichever rank is first
+    with pytest.raises((ActorError, SupervisionError), match=r"BdbQuit|stopped by client"):  # whichever rank is first
         call.get(LIMIT_S)
     assert screen.desk.waiting() == []
 

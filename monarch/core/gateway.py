@@ -229,6 +229,7 @@ class Gateway:
     def _uncork(self) -> None:
         while self._corked:
             peer = self._corked.popleft()
+            peer.corked = False  # first: what is sent from here on asks anew
             link = peer.link
             if link is not None and peer.torn:
                 peer.torn = False
@@ -244,6 +245,9 @@ class Gateway:
         self._poller.unregister(fd)
 
     def _cork(self, peer: Peer) -> None:
+        if peer.corked:
+            return
+        peer.corked = True
         if not self._corked:
             self._linger_until_s = time.monotonic() + _LINGER_S
         self._corked.append(peer)

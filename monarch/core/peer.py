@@ -78,6 +78,8 @@ class Peer:
     """Its process has ended, so; the last that it sent may still come."""
     down: Down | None = None
     """It is gone, and nothing comes any more."""
+    corked: bool = False
+    """The next pump will look at its outbox."""
     torn: bool = False
     """Sending was interrupted in the middle: the pump is to end the link."""
     breaks: int = 0
@@ -87,7 +89,7 @@ class Peer:
     """Frames that wait for room on the link, with their sizes in bytes."""
     outbox_bytes: int = 0
     burst: int = 0
-    """Frames sent one by one since the pump last had to do with this peer."""
+    """Frames sent since the pump last had to do with this peer: up to `_BURST`, one by one."""
     waiting_for_room: list[Signal] = field(factory=list)
     waiting_for_state: list[Callable[[], None]] = field(factory=list)
     waiting_for_end: list[Callable[[], None]] = field(factory=list)
@@ -138,6 +140,7 @@ class Peer:
                 if link.blocked:
                     self.poller.watch(link.fileno(), True)
                 return
+        self.burst += 1
         self.outbox.append((frame, size_bytes))
         self.outbox_bytes += size_bytes
         waiting = len(self.outbox)
@@ -169,7 +172,7 @@ class Peer:
         with self.lock:
             if self.link is not link:
                 return
-            self.burst = _BURST - 1 if len(self.outbox) > 1 else 0  # several: somebody goes on sending
+            self.burst = _BURST - 1 if self.burst > _BURST + 1 else 0  # several queued up: somebody goes on sending
             self._send_outbox(link)
             self.poller.watch(link.fileno(), link.blocked or bool(self.outbox))
             waiting: list[Signal] = []

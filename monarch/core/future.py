@@ -12,7 +12,7 @@ import threading
 import warnings
 from collections.abc import Callable, Coroutine, Generator
 from types import TracebackType
-from typing import Any, Final, Generic, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, Protocol, TypeVar
 
 from monarch.core.deadlock import Wait
 from monarch.core.driver import Driver, Signal, _sleep_until_set
@@ -354,6 +354,12 @@ class Future(Generic[R]):
             return await self
 
         return loop.create_task(observe())
+
+    if not TYPE_CHECKING:  # a type checker knows the attributes
+
+        def __getattr__(self, name: str) -> NoReturn:
+            text = f"a Future has no attribute {name!r}; its value may have: `await` it, or use `get()`"
+            raise AttributeError(text, name=name, obj=self)
 
     def __repr__(self) -> str:
         state = "pending" if not self._done else "failed" if self._error is not None else "done"

@@ -61,7 +61,7 @@ def describe(call: str, state: CallState) -> str:
         return f"{call} waits for its actor to be spawned"
     doing = " and ".join(f"running {each.endpoint} for {each.for_s:.1f} s" for each in actor.running)
     if not doing:
-        doing = "idle" if actor.phase == "serving" else f"in state {actor.phase!r}"
+        doing = {"born": "starting", "serving": "idle"}.get(actor.phase, actor.phase)
     if state.ahead is not None:
         before = f"queued behind {state.ahead} call(s)" if state.ahead else "next in the queue"
         return f"{call} is {before}, and its actor has been {doing}"

@@ -42,6 +42,11 @@ def test_a_future_that_is_sent_says_that_its_value_was_meant() -> None:
         pickle.dumps(_pending())
 
 
+def test_an_attribute_of_the_value_is_not_one_of_the_future() -> None:
+    with pytest.raises(AttributeError, match=r"no attribute 'items'; its value may have.*get\(\)"):
+        _pending().items()  # type: ignore[attr-defined]
+
+
 def test_a_result_is_kept_for_any_number_of_looks() -> None:
     future = _pending()
     assert not future.done() and "pending" in repr(future)

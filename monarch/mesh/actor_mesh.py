@@ -37,10 +37,10 @@ _OWN_NAMES = frozenset(
     ["slice", "split", "flatten", "rename", "size", "sizes", "extent", "region", "stop", "initialized"]
 )
 
-
-RESERVED = frozenset(
-    ["_cls", "_known", "_name", "_number", "_owned", "_procs", "_region", "_targets", "_whole", "_class_name", READY]
-)
+_FIELDS = ("_class_name", "_cls", "_known", "_name", "_number", "_owned", "_procs", "_region", "_targets", "_whole")
+_FIELDS_OF_SUPERVISED = ("_path", "_seen_in", "_wait_s")
+RESERVED = frozenset([*_FIELDS, *_FIELDS_OF_SUPERVISED, READY])
+"""Attributes of meshes that an endpoint cannot have the name of."""
 
 
 class ActorMesh(MeshView, Generic[A]):

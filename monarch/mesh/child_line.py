@@ -82,6 +82,10 @@ class Refused:
     misuse: bool = False
     quiet: bool = False
 
+    def of_children(self) -> Refused:
+        """The same for calls to its children, where the child that is refused is a supervisor."""
+        return Refused(f"cannot be reached, because its supervisor {self.reason}", self.down)
+
 
 @define(frozen=True)
 class Current:
@@ -282,7 +286,7 @@ class _Lookup:
         self._line.ask_at(proc, current.mesh._number, current)
 
     def refuse(self, refused: Refused) -> None:
-        self._line.refuse_all(Refused(f"cannot be reached, because its supervisor {refused.reason}", refused.down))
+        self._line.refuse_all(refused.of_children())
 
 
 def refused_error(path: Path, refused: Refused, method: str | None) -> Exception:

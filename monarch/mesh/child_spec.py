@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any, Final, Generic, ParamSpec, TypeVar, cast
+from typing import Any, Final, Generic, ParamSpec, TypeVar
 
 from attrs import define
 
 from monarch.mesh.actor import Actor, class_of
 from monarch.mesh.actor_mesh import ActorMesh
 from monarch.mesh.host_mesh import HostMesh
-from monarch.mesh.proc_mesh import ProcMesh
+from monarch.mesh.proc_mesh import ProcMesh, spawnable
 from monarch.mesh.shape import Extent, Region, Slice
 from monarch.supervision.policy import Restart, Rule, Strategy
 
@@ -42,18 +42,12 @@ class Child(Generic[A]):
             constructed from a copy.
 
     Raises:
-        ValueError: `Class` is no subclass of Actor, or has sync and async endpoints where that is forbidden.
-        TypeError: the arguments do not fit its constructor.
+        ValueError, TypeError: as `ProcMesh.spawn`.
     """
 
     def __init__(self, name: str, Class: Callable[P, A], /, *args: P.args, **kwargs: P.kwargs) -> None:
-        if not (isinstance(Class, type) and issubclass(Class, Actor)):
-            raise ValueError(f"child {name!r} needs a subclass of Actor, not {Class!r}")
-        known = class_of(Class)
-        known.check_kinds()
-        known.check_arguments(args, kwargs)
         self.name = name
-        self.Class = cast("type[A]", Class)
+        self.Class: type[A] = spawnable(name, Class, args, kwargs)
         self.args: tuple[Any, ...] = args
         self.kwargs: dict[str, Any] = kwargs
         self.restart = Restart.PERMANENT

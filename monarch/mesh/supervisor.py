@@ -84,8 +84,7 @@ class _AskShape:
         answer._on_done(lambda: self._asked._complete(lambda: _read_shape(self._path, *answer.get(0))))
 
     def refuse(self, refused: Refused) -> None:
-        text = f"cannot be reached, because its supervisor {refused.reason}"
-        self._asked._fail(refused_error(self._path, Refused(text, refused.down), None))
+        self._asked._fail(refused_error(self._path, refused.of_children(), None))
 
 
 class Supervisor(Actor):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import monarch.supervision
-from monarch.actor import ActorError, Channel, SupervisionError, context, this_host, this_proc
+from monarch.actor import Actor, ActorError, Channel, SupervisionError, context, endpoint, this_host, this_proc
 from monarch.errors import MeshError
 from monarch.supervision import Child, Restart, Strategy, Supervisor
 from monarch.testing import TestClient, wait_until_gone
@@ -536,10 +536,18 @@ def test_several_supervisors_are_asked_one_by_one(client: TestClient) -> None:
     assert len(keys) == 2
 
 
+class Hidden(Actor):
+    @endpoint
+    def _path(self) -> None:
+        pass
+
+
 @pytest.mark.parametrize(
     ("make", "error", "match"),
     [
         (lambda: Child("a", int), ValueError, "subclass of Actor"),
+        (lambda: Child(7, Worker), TypeError, "the name of a mesh is a str"),
+        (lambda: Child("a", Hidden), ValueError, "_path"),
         (lambda: Child("a", Worker, 1, 2, 3), TypeError, "too many"),
         (lambda: Child("a", Worker).options(restart="often"), ValueError, "'permanent', 'transient', 'temporary'"),
         (lambda: Child("a", Worker).options(shutdown_s=-1), ValueError, "not negative"),

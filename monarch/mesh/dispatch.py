@@ -330,7 +330,10 @@ class ActorBehavior:
         if error is not None:
             down = self._failed(f"{member}: __supervise__ raised", error)
         else:
-            text = f"{member} did not handle a supervision event from its child {failure.member}"
+            verdict = "did not return True" if hasattr(self._actor, "__supervise__") else "is not defined"
+            text = (
+                f"{member} did not handle a supervision event from its child {failure.member}: __supervise__ {verdict}"
+            )
             down = evolve(self._instance.proc_runtime.failed(text), actor=member)
         child = evolve(failure.down, reason=f"{failure.member}: {failure.down.reason}")
         self._instance.end(down.because(child))

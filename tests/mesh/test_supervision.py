@@ -62,7 +62,7 @@ def test_an_owner_without_a_say_fails(client: TestClient) -> None:
     owner.spawn.call_one("child").get(10).leave.broadcast()
 
     failure = client.expect_fault("did not handle a supervision event from its child")
-    assert failure.mesh_name == "owner"
+    assert failure.mesh_name == "owner" and "__supervise__ is not defined" in failure.report()
 
 
 def test_a_caller_that_is_also_the_owner_gets_both(client: TestClient, channel: Any) -> None:

@@ -38,10 +38,10 @@ VERDICTS = [
     (True, ""),
     (1, ""),
     ("seen", ""),
-    (False, "did not handle a supervision event from its child"),
-    (None, "did not handle a supervision event from its child"),
-    (0, "did not handle a supervision event from its child"),
-    ("", "did not handle a supervision event from its child"),
+    (False, "__supervise__ did not return True"),
+    (None, "__supervise__ did not return True"),
+    (0, "__supervise__ did not return True"),
+    ("", "__supervise__ did not return True"),
     (LookupError("no opinion"), "__supervise__ raised LookupError: no opinion"),
 ]
 

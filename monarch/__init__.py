@@ -5,9 +5,33 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from monarch.version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from monarch.mesh.tensor.collectives import reduce as reduce
+    from monarch.mesh.tensor.collectives import reduce_ as reduce_
+    from monarch.mesh.tensor.collectives import slice_mesh as slice_mesh
+    from monarch.mesh.tensor.collectives import to_mesh as to_mesh
+    from monarch.mesh.tensor.dispatch import get_active_mesh as get_active_mesh
+    from monarch.mesh.tensor.dispatch import no_mesh as no_mesh
+    from monarch.mesh.tensor.errors import DeviceException as DeviceException
+    from monarch.mesh.tensor.errors import RemoteException as RemoteException
+    from monarch.mesh.tensor.fetch import fetch_shard as fetch_shard
+    from monarch.mesh.tensor.fetch import inspect as inspect
+    from monarch.mesh.tensor.fetch import show as show
+    from monarch.mesh.tensor.gradients import grad_function as grad_function
+    from monarch.mesh.tensor.gradients import grad_generator as grad_generator
+    from monarch.mesh.tensor.graphs import coalescing as coalescing
+    from monarch.mesh.tensor.graphs import compile as compile
+    from monarch.mesh.tensor.handle import Tensor as Tensor
+    from monarch.mesh.tensor.opaque import OpaqueRef as OpaqueRef
+    from monarch.mesh.tensor.opaque import RemoteProcessGroup as RemoteProcessGroup
+    from monarch.mesh.tensor.remote import call_on_shard_and_fetch as call_on_shard_and_fetch
+    from monarch.mesh.tensor.remote import remote as remote
+    from monarch.mesh.tensor.streams import Stream as Stream
+    from monarch.mesh.tensor.streams import get_active_stream as get_active_stream
 
 _MODULES = ("actor", "builtins", "config")
 _LAZY = {

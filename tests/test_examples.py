@@ -85,6 +85,16 @@ def test_weight_sync(path, monkeypatch):
     assert f"over {path}: " in output
 
 
+@pytest.mark.slow
+@pytest.mark.torch
+@pytest.mark.timeout(150)
+def test_parallel_training():
+    pytest.importorskip("sklearn")
+    output = run("examples/parallel_training.py", "--dp", "2", "--pp", "2", "--steps", "10", timeout_s=140)
+
+    assert "the losses differ by" in output
+
+
 def demo(*arguments: str, **options: Any) -> str:
     return run("-m", "monarch", "demo", *arguments, **options)
 

@@ -48,6 +48,10 @@ _active = _Active()
 class _Mode(TorchDispatchMode):  # type: ignore[misc]
     """Hands every operator of the thread to `dispatch`."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would put a wrapper of 8 us around each operator
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return dispatch(func, args, kwargs or {})
 
@@ -73,8 +77,9 @@ class Activation:
             mode, _active.mode = _active.mode, None
             assert mode is not None
             mode.__exit__(None, None, None)
-        if self._engine is not None and kind is None and not self._engine.coalescing:
-            self._engine.flush()
+        engine = self._engine
+        if engine is not None and kind is None and not engine.coalescing and engine.lost is None:
+            engine.flush()
 
 
 class NoMesh:
@@ -130,7 +135,7 @@ def plain_torch() -> Iterator[None]:
 
 def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Issue an operator; returns handles for its results."""
-    key: list[Any] = [func]
+    key: list[Any] = [id(func)]  # which has a slow hash; the plan keeps it alive
     refs: list[Ref] = []
     varying: list[float] = []
     tensors: list[Any] = []  # all of them, local ones too

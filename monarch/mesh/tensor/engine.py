@@ -13,6 +13,7 @@ An engine is used by one thread at a time: the one that activated the mesh.
 from __future__ import annotations
 
 import itertools
+import os
 import pickle
 import sys
 import weakref
@@ -22,7 +23,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from monarch.core.future import Future, Outcome
-from monarch.errors import ActorError, SupervisionError
+from monarch.errors import SupervisionError
 from monarch.mesh.context import context
 from monarch.mesh.shape import Region
 from monarch.mesh.tensor.commands import Failure, Function, Meeting, Op, Template, View
@@ -74,7 +75,7 @@ class Lane:
         self.ranks = tuple(region._slice)  # of the workers
         workers = engine.workers._with_region(region)
         self.workers: ActorMesh[Any] = workers
-        self._execute: Callable[..., Future[Any]] = workers.execute.call_settled
+        self._execute: Callable[..., Future[Any]] = workers.execute.call
         self.commands: list[tuple[Any, ...]] = []
         self.freed: list[int] = []
         self.known: set[int] = set()  # functions and graphs that the workers have, by number
@@ -157,9 +158,11 @@ class Lane:
 
     def _settle(self, sent: _Sent) -> None:
         """Take the answer to a batch; where it tells of failures, keep where the commands were issued."""
-        for failed in sent.answer.get().values():
-            if isinstance(failed, BaseException):
-                raise self.engine.lost_by(failed) from failed
+        try:
+            answers = sent.answer.get()
+        except Exception as error:
+            raise self.engine.lost_by(error) from error
+        for failed in answers.values():
             for number in failed or ():
                 if len(self.engine.failures) < _FAILURES:
                     self.engine.failures[self.number, number] = sent.stacks[number - sent.first]
@@ -183,7 +186,7 @@ class Engine:
         self.root = root
         self.ranks = {proc.key: rank for rank, proc in enumerate(root._procs)}  # by process
         self.depots: ActorMesh[Any] = root.spawn("tensor_depots", Depot)  # type: ignore[assignment]
-        self.workers: ActorMesh[Any] = root.spawn("tensor_workers", Worker, self.depots)  # type: ignore[assignment]
+        self.workers: ActorMesh[Any] = root.spawn("tensor_workers", Worker, self.depots, os.getpid())  # type: ignore[assignment]
         self.lanes: dict[Region, Lane] = {}
         self.by_number: dict[int, Lane] = {}
         self.failures: dict[tuple[int, int], Stack] = {}
@@ -282,19 +285,13 @@ class Engine:
         return RemoteException(failure.what, format_stack(stack), failure.trace, failure.worker)
 
     def answered(self, answer: Future[Any]) -> None:
-        """A batch came back; runs on the driving thread."""
-        try:
-            outcomes = list(answer.get(0).values())
-        except BaseException as error:
-            outcomes = [error]
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                self.lost_by(outcome)
+        """A batch came back; runs on the driving thread. It fails at once when a worker is gone."""
+        error = answer.exception(0)
+        if error is not None:
+            self.lost_by(error)
 
     def lost_by(self, error: BaseException) -> BaseException:
         """A worker is gone: all who wait hear of it, for what they wait for may never come."""
-        if isinstance(error, ActorError):
-            return error
         if self.lost is None:
             self.lost = error
         lost = error if isinstance(error, DeviceException) else DeviceException(f"a tensor worker is gone: {error}")

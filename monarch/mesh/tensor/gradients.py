@@ -127,7 +127,8 @@ class _Backward:
         if grads:
             with torch.no_grad():
                 count = len(node._input_metadata)
-                given = node(*[grads.get(at) for at in range(count)])
+                run = node if callable(node) else node.apply  # of a torch.autograd.Function
+                given = run(*[grads.get(at) for at in range(count)])
         results = given if isinstance(given, tuple) else (given,)
         for (following, at), grad in zip(
             node.next_functions, results or [None] * len(node.next_functions), strict=False

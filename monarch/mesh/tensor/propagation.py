@@ -20,6 +20,7 @@ class Plan:
     """How to issue an operator, and what it gives back.
 
     Attributes:
+        function: the operator.
         number: of the template.
         single: the metadata of its only result, a new tensor; None for all other operators, which have `results`.
         results: for each tensor among the results: a Meta, None, or the index of the tensor argument that it is.
@@ -28,6 +29,7 @@ class Plan:
         mutates: indices of the tensor arguments that are written to.
     """
 
+    function: Any
     number: int
     template: Template
     single: Meta | None
@@ -85,7 +87,14 @@ def plan(number: int, func: Any, args: Any, kwargs: dict[str, Any], metas: Seque
     template = Template((namespace, name, func._overloadname), tuple(args), kwargs, len(metas) + extras, kinds, mutates)
     single = results[0] if kinds == (NEW,) and isinstance(result, torch.Tensor) else None
     return Plan(
-        number, template, single if isinstance(single, Meta) else None, tuple(results), kinds.count(NEW), spec, mutates
+        func,
+        number,
+        template,
+        single if isinstance(single, Meta) else None,
+        tuple(results),
+        kinds.count(NEW),
+        spec,
+        mutates,
     )
 
 

@@ -8,6 +8,7 @@ themselves.
 from __future__ import annotations
 
 import importlib
+import os
 import pickle
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -79,10 +80,16 @@ class Worker(Actor):
 
     Attributes:
         table: shards, `Pending` ones and `Failure`s, by number.
+
+    Args:
+        controller: its process id, which is that of this process where processes are threads of one.
     """
 
-    def __init__(self, depots: ActorMesh[Any]) -> None:
+    def __init__(self, depots: ActorMesh[Any], controller: int) -> None:
         torch.set_grad_enabled(False)  # of this thread
+        if os.getpid() != controller and "OMP_NUM_THREADS" not in os.environ:
+            # The processes share the cores: more threads than these wait for each other, busily.
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // len(depots)))
         self.rank = current_rank().rank
         self.name = str(context().actor_instance)
         self.table: Table = {}

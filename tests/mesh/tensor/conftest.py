@@ -18,19 +18,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.torch)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def tensor_client() -> Iterator[TestClient]:
     with fresh_client("inproc", cleanup_timeout="1s") as client:
         yield client
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def shared_procs(tensor_client: TestClient) -> ProcMesh:
     return this_host().spawn_procs({"hosts": 2, "gpus": 2}, name="tensors")
 
 
 @pytest.fixture
 def procs(shared_procs: ProcMesh, tensor_client: TestClient) -> Iterator[ProcMesh]:
-    """Shared by all tests; no test ends it."""
+    """Shared by the tests of a module; no test ends it."""
     yield shared_procs
     tensor_client.check_faults()

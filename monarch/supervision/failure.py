@@ -41,6 +41,7 @@ class MeshFailure:
         crashed_ranks: base ranks of the members that failed; one event has one rank.
         member: which one that is, or the text by which people know it.
         down: why it is gone.
+        mesh: None, for programs that look at it; a failure travels, and holds no mesh.
     """
 
     mesh_name: str

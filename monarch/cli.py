@@ -90,6 +90,10 @@ def _parser() -> argparse.ArgumentParser:
         metavar="ADDRESS",
         help="tcp://HOST:PORT, ipc:///PATH, ADVERTISE@BIND, or tcp://HOST:fd7 for an inherited socket",
     )
+    worker.add_argument("--until-eof", action="store_true", help="end when the standard input ends")
+    worker.add_argument(
+        "--secret-from-stdin", action="store_true", help="the first line of the standard input is the secret"
+    )
     worker.set_defaults(run=_worker)
 
     secret = commands.add_parser(
@@ -180,13 +184,14 @@ def _rdma_check(args: argparse.Namespace) -> int:
 
 def _worker(args: argparse.Namespace) -> int:
     from monarch.errors import MonarchError
-    from monarch.mesh.worker import run_worker_loop_forever
+    from monarch.mesh.worker import serve
 
     try:
-        run_worker_loop_forever(address=args.listen)
+        serve(args.listen, until_eof=args.until_eof, secret_from_stdin=args.secret_from_stdin)
     except (MonarchError, ValueError, OSError) as error:
         print(f"monarch worker: {error}", file=sys.stderr)
         return 1
+    return 0
 
 
 def _new_secret(args: argparse.Namespace) -> int:

@@ -28,7 +28,7 @@ from monarch.mesh.host_mesh import HostMesh
 from monarch.mesh.mesh_proc import MeshProc
 from monarch.mesh.network import address_towards
 from monarch.mesh.shape import Region, Slice
-from monarch.mesh.trust import shared_secret
+from monarch.mesh.trust import NoSecret, shared_secret
 from monarch.mesh.worker import TRUST_ALL, check_ca
 from monarch.transports import registry
 from monarch.transports.url import parse
@@ -41,11 +41,12 @@ _OWN_HOST = ("advertise_host", "default_transport")  # settings that mean the cl
 class Attachment:
     """One worker, from when it was named until this client leaves it."""
 
-    def __init__(self, runtime: MeshProc, label: str, worker: str | Future[str]) -> None:
+    def __init__(self, runtime: MeshProc, label: str, worker: str | Future[str], secret: bytes | None) -> None:
         self._runtime = runtime
+        self._secret = secret
         self.url = worker if isinstance(worker, str) else ""
         limit_s = settings.get("mesh_attach_config_timeout")
-        address = "" if isinstance(worker, Future) else _place(worker)
+        address = "" if isinstance(worker, Future) else _place(worker, secret)
         self.host = ProcId(Uid.instance(label), address)
         self._peer = runtime.gateway.attach(self.host, limit_s)
         config = {name: value for name, value in settings.export().items() if name not in _OWN_HOST}
@@ -64,8 +65,8 @@ class Attachment:
     def _find(self, worker: str | Future[str]) -> None:
         try:
             self.url = worker if isinstance(worker, str) else worker.get(0)
-            address = _place(self.url)
-            _be_reachable(self._runtime, self.url)
+            address = _place(self.url, self._secret)
+            _be_reachable(self._runtime, self.url, self._secret)
         except Exception as error:
             self._give_up(f"{type(error).__name__}: {error}")
         else:
@@ -87,20 +88,22 @@ class Attachment:
         return self._runtime.request(self.host, "leave", reason, shut_down)
 
 
-def _place(url: str) -> str:
+def _place(url: str, secret: bytes | None) -> str:
     """A worker's address as processes of all hosts understand it. Raises: ValueError, NotViable, NoSecret."""
     dialed = str(evolve(parse(url), bind=None))
-    return joined([Place(domain_of(dialed, shared_secret(dialed)), dialed)])
+    return joined([Place(domain_of(dialed, secret if secret is not None else shared_secret(dialed)), dialed)])
 
 
 _opening = threading.Lock()
 
 
-def _be_reachable(runtime: MeshProc, url: str) -> None:
-    """Listen where the processes of a worker's host reach this one. Raises: OSError, NotViable."""
-    secret = shared_secret(url)
+def _be_reachable(runtime: MeshProc, url: str, secret: bytes | None) -> None:
+    """Listen where the processes of a worker's host reach this one. Raises: OSError, NotViable, NoSecret."""
+    secret = secret if secret is not None else shared_secret(url)
     domain = domain_of(url, secret)
     with _opening:
+        if runtime.gateway.ways.secrets.get(domain, secret) != secret:
+            raise NoSecret(f"{url}: this program has attached to other hosts with another secret; there can be one")
         if any(place.domain == domain for place in runtime.gateway.places):
             return
         if domain == EVERYWHERE:
@@ -141,13 +144,18 @@ def attach_to_workers(
         NoSecret: a worker is on another host, and there is no secret to prove.
     """
     check_ca(ca, private_key)
+    return attach_with(None, workers, name)
+
+
+def attach_with(secret: bytes | None, workers: Sequence[str | Future[str]], name: str | None) -> HostMesh:
+    """As `attach_to_workers`, to workers that were told this secret; None: that of `trust`."""
     if isinstance(workers, str) or not all(isinstance(each, str | Future) for each in workers):
         raise TypeError(f"workers is {workers!r}; it must be a list of addresses, or of futures of them")
     if not workers:
         raise ValueError("workers is empty: there is nothing to attach to")
     for each in workers:
         if isinstance(each, str):
-            _place(each)
+            _place(each, secret)
     owner = context().actor_instance
     owner.refuse_closed()
     runtime: Any = owner.proc_runtime
@@ -156,6 +164,6 @@ def attach_to_workers(
             "attaching in a process of a mesh is planned, and not part of this version: attach in the client, and pass "
             "the host mesh to the actor"
         )
-    attachments = [Attachment(runtime, name or "host", worker) for worker in workers]
+    attachments = [Attachment(runtime, name or "host", worker, secret) for worker in workers]
     region = Region(("hosts",), Slice.new_row_major([len(attachments)]))
     return HostMesh([each.host for each in attachments], region, attachments=attachments)

@@ -40,6 +40,12 @@ def new_secret() -> str:
     return secrets.token_hex(_SECRET_BYTES)
 
 
+def configured_or_new() -> bytes:
+    """The secret of the environment, or one that is drawn now. Raises: NoSecret, when the one there is not good."""
+    configured = _configured()
+    return configured if configured is not None else new_secret().encode()
+
+
 def shared_secret(url: str) -> bytes:
     """What a link to or from that address proves.
 
@@ -76,12 +82,13 @@ def _configured() -> bytes | None:
             raise NoSecret(f"{FILE_VARIABLE}: the secret cannot be read: {error}") from error
         if mode & (stat.S_IRWXG | stat.S_IRWXO):
             raise NoSecret(f"{FILE_VARIABLE}: {path} can be read by others; chmod 600 {path}")
-        return _good(secret, FILE_VARIABLE)
+        return good(secret, FILE_VARIABLE)
     text = os.environ.get(VARIABLE)
-    return _good(text.strip().encode(), VARIABLE) if text else None
+    return good(text.strip().encode(), VARIABLE) if text else None
 
 
-def _good(secret: bytes, source: str) -> bytes:
+def good(secret: bytes, source: str) -> bytes:
+    """`secret`, which comes from `source`. Raises: NoSecret, when it can be guessed."""
     if len(secret) < _LEAST_BYTES:
         raise NoSecret(
             f"{source}: the secret has {len(secret)} bytes, and can be guessed; make one: `monarch secret new`"

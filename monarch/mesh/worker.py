@@ -30,7 +30,7 @@ from monarch.log import get_logger, show_what_was_asked_for
 from monarch.mesh.host import Boot, HostAgent, LaunchRequest, ProcessStarter
 from monarch.mesh.mesh_proc import MeshProc
 from monarch.mesh.network import advertised, beside
-from monarch.mesh.trust import shared_secret
+from monarch.mesh.trust import good, shared_secret
 from monarch.transports import registry
 from monarch.transports.base import Frame, Link
 from monarch.transports.url import parse
@@ -82,12 +82,15 @@ class _Tenant:
 class Worker:
     """See the module. `serve` runs on the thread that calls it; the address is listened at from the beginning.
 
+    Args:
+        secret: what clients prove; None: that of `trust`.
+
     Raises (the constructor): NoSecret, ValueError, NotViable, OSError.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, secret: bytes | None = None) -> None:
         url = parse(advertised(address))
-        secret = shared_secret(str(url))
+        secret = secret if secret is not None else shared_secret(str(url))
         self._secret = secret
         self._listener = registry.for_url(address).listen(str(url), secret)
         self.url = self._listener.url
@@ -248,6 +251,38 @@ class Worker:
         log.info("client.left", client=str(tenant.client.uid))
 
 
+def serve(address: str, *, until_eof: bool = False, secret_from_stdin: bool = False) -> None:
+    """Serve a host until a client shuts the worker down.
+
+    Args:
+        until_eof: or until the standard input ends, as it does when whoever started the worker is gone.
+        secret_from_stdin: the first line there is the secret.
+
+    Raises:
+        NoSecret, ValueError, NotViable, OSError: nobody can listen at `address`.
+    """
+    show_what_was_asked_for()
+    secret = good(_first_line(), "the first line of the standard input") if secret_from_stdin else None
+    worker = Worker(address, secret)
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        worker.end()
+
+    if until_eof:
+        threading.Thread(target=watch, name="monarch-until-eof", daemon=True).start()
+    worker.serve()
+
+
+def _first_line() -> bytes:
+    """Of the standard input, of which no more is read."""
+    line = b""
+    while (more := os.read(0, 1)) not in (b"", b"\n"):
+        line += more
+    return line.strip()
+
+
 def run_worker_loop_forever(*, private_key: Any = None, ca: Any = TRUST_ALL, address: str) -> NoReturn:
     """Make this process the worker of its host. Ends with status 0 when a client shuts it down.
 
@@ -262,6 +297,5 @@ def run_worker_loop_forever(*, private_key: Any = None, ca: Any = TRUST_ALL, add
         ValueError, NotViable, OSError: nobody can listen there.
     """
     check_ca(ca, private_key)
-    show_what_was_asked_for()
-    Worker(address).serve()
+    serve(address)
     sys.exit(0)

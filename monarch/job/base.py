@@ -1,0 +1,226 @@
+"""What a job is: an allocation of hosts with workers, that can be found again by a later program.
+
+A job is *applied* when its workers have been asked for. `state` gives host meshes on them, and applies the job first
+where neither this object nor the one in the cache has a live allocation of the same kind. The cache is a pickle of the
+job, which only its owner can read: it may hold a secret.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import pickle
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, Self
+
+from monarch.log import get_logger
+from monarch.mesh.host_mesh import HostMesh
+
+log = get_logger("monarch.job")
+
+DEFAULT_JOB_PATH: Final = ".monarch/job_state.pkl"
+
+
+class JobState:
+    """The hosts of a job, a mesh for each of its names: `job.state().trainers`."""
+
+    query_engine_client: None = None
+    telemetry_url: None = None
+    dashboard_url: None = None
+    admin_url: None = None
+
+    def __init__(self, meshes: Mapping[str, HostMesh]) -> None:
+        self._meshes = dict(meshes)
+
+    def __getattr__(self, name: str) -> HostMesh:
+        meshes: dict[str, HostMesh] = self.__dict__.get("_meshes", {})
+        if name not in meshes:
+            raise AttributeError(f"this job has no mesh {name!r}; it has {', '.join(meshes) or 'none'}")
+        return meshes[name]
+
+    def __repr__(self) -> str:
+        return f"<JobState {', '.join(self._meshes)}>"
+
+
+class JobTrait(ABC):
+    """A job; a kind of job says how hosts are had."""
+
+    def __init__(self) -> None:
+        self._applied: str | None = None
+        self._reused: JobTrait | None = None
+        self._cache: str | None = None
+
+    # ---- for kinds of jobs
+
+    @abstractmethod
+    def _create(self, *, lasting: bool) -> None:
+        """Have the workers started. `lasting`: they are to go on when this program has ended without a `kill`."""
+
+    @abstractmethod
+    def _state(self) -> JobState:
+        """Host meshes on the workers; new ones at each call."""
+
+    @abstractmethod
+    def can_run(self, spec: JobTrait) -> bool:
+        """Whether the allocation of this job is alive and good for what `spec` asks for."""
+
+    @abstractmethod
+    def _kill(self) -> None:
+        """Give the allocation back; harmless where it is gone."""
+
+    def _is_alive(self) -> bool:
+        """Whether the allocation is still there."""
+        return True
+
+    # ---- for users
+
+    @property
+    def active(self) -> bool:
+        """Whether this job has an allocation that is alive."""
+        return self._applied is not None and self._is_alive()
+
+    @property
+    def apply_id(self) -> str | None:
+        """A name of the allocation; None while there is none."""
+        return self._applied
+
+    def apply(self, client_script: str | None = None) -> None:
+        """Ask for the hosts. They are kept until `kill`, also when this program ends."""
+        if client_script is not None:
+            raise NotImplementedError("running a script inside of a job is planned, and not part of this version")
+        self._apply(lasting=True)
+
+    def _apply(self, *, lasting: bool) -> None:
+        self._create(lasting=lasting)
+        self._applied = uuid.uuid4().hex
+        log.info("job.applied", kind=type(self).__name__, id=self._applied)
+
+    def state(self, cached_path: str | os.PathLike[str] | None = DEFAULT_JOB_PATH) -> JobState:
+        """The hosts: of this job where it is applied, else of the job in the cache where that can do what this one
+        asks for, else after `apply`. Each call gives new meshes on the same workers.
+
+        Args:
+            cached_path: the cache; with None there is none, and the workers end with this program.
+        """
+        if self.active:
+            return self._state()
+        if self._reused is None and cached_path is not None:
+            self._reused = self._cached(Path(cached_path))
+        if self._reused is not None and self._reused.can_run(self):
+            return self._reused._state()
+        self._reused = None
+        self._apply(lasting=cached_path is not None)
+        if cached_path is not None:
+            self._cache = os.path.abspath(cached_path)
+            self.dump(cached_path)
+        return self._state()
+
+    def _cached(self, path: Path) -> JobTrait | None:
+        try:
+            found = job_load(path)
+        except FileNotFoundError:
+            return None
+        except Exception as error:
+            log.warning("job.cache_unreadable", path=str(path), error=f"{type(error).__name__}: {error}")
+            return None
+        return found if found.can_run(self) else None
+
+    def kill(self) -> None:
+        """Give the hosts back. What runs there ends."""
+        for job in (self._reused, self):
+            if job is not None and job._applied is not None:
+                job._kill()
+                job._applied = None
+                if job._cache is not None:
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(job._cache)
+        self._reused = None
+
+    def dumps(self) -> bytes:
+        """This job as bytes, for `job_loads`."""
+        return pickle.dumps(self)
+
+    def dump(self, path: str | os.PathLike[str]) -> None:
+        """This job as a file that only its owner can read, for `job_load`."""
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        new = target.with_name(f"{target.name}.{uuid.uuid4().hex}")
+        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(descriptor, "wb") as file:
+            file.write(self.dumps())
+        new.replace(target)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_reused": None}
+
+    def enable_telemetry(self, *args: Any, **kwargs: Any) -> Self:
+        raise NotImplementedError("telemetry of jobs is planned, and not part of this version")
+
+    def enable_admin(self, *args: Any, **kwargs: Any) -> Self:
+        raise NotImplementedError("the admin server of jobs is planned, and not part of this version; see `monarch ps`")
+
+    def remote_mount(self, *args: Any, **kwargs: Any) -> Self:
+        raise NotImplementedError("mounts on hosts of a job are planned, and not part of this version")
+
+    gather_mount = remote_mount
+
+
+def job_loads(data: bytes) -> JobTrait:
+    """The job that `dumps` made. A pickle: only load what you trust."""
+    found = pickle.loads(data)
+    if not isinstance(found, JobTrait):
+        raise TypeError(f"this is no job, but {type(found).__name__}")
+    return found
+
+
+def job_load(path: str | os.PathLike[str]) -> JobTrait:
+    """The job that `dump` made. A pickle: only load what you trust.
+
+    Raises:
+        FileNotFoundError: there is none.
+        PermissionError: others could have written it.
+    """
+    with open(path, "rb") as file:
+        found = os.fstat(file.fileno())
+        if found.st_uid != os.getuid() or found.st_mode & 0o022:
+            raise PermissionError(f"{os.fspath(path)} belongs to another user, or others can write to it")
+        return job_loads(file.read())
+
+
+_current: str | None = None
+
+
+def set_current_job(name: str) -> None:
+    """Name the job that `load_current_job` gives: `module.attribute`.
+
+    Raises:
+        ImportError, AttributeError, TypeError: there is no such job.
+    """
+    global _current
+    _named(name)
+    _current = name
+
+
+def load_current_job() -> JobTrait:
+    """The job that `set_current_job` has named, else the one in the cache.
+
+    Raises:
+        FileNotFoundError: there is neither.
+    """
+    if _current is not None:
+        return _named(_current)
+    return job_load(DEFAULT_JOB_PATH)
+
+
+def _named(name: str) -> JobTrait:
+    module, dot, attribute = name.rpartition(".")
+    if not dot:
+        raise ImportError(f"{name!r} names no job: expected MODULE.ATTRIBUTE")
+    found = getattr(importlib.import_module(module), attribute)
+    if not isinstance(found, JobTrait):
+        raise TypeError(f"{name} is no job, but {type(found).__name__}")
+    return found

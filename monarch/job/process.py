@@ -1,0 +1,90 @@
+"""A job whose hosts are worker processes of this machine: how programs for many hosts are tested on one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from monarch.job.base import JobState, JobTrait
+from monarch.job.workers import Started, end_all
+from monarch.mesh.attach import attach_to_workers
+
+_KEPT_OUTPUT: Final = "output"
+
+
+class ProcessJob(JobTrait):
+    """`ProcessJob({"trainers": 2})`: so many workers for each mesh, over unix sockets.
+
+    Args:
+        meshes: label → number of hosts.
+        env: variables on top of the environment, for the workers and what runs there.
+    """
+
+    def __init__(self, meshes: Mapping[str, int], env: Mapping[str, str] | None = None) -> None:
+        super().__init__()
+        wrong = {name: count for name, count in dict(meshes).items() if not isinstance(count, int) or count < 1}
+        if wrong or not meshes:
+            raise ValueError(f"meshes is {dict(meshes)!r}; it must have names with a number of hosts, at least 1, each")
+        self._meshes = dict(meshes)
+        self._env = dict(env or {})
+        self._folder: str | None = None
+        self._workers: list[Started] = []
+        self._ties: list[Any] = []  # what the workers read until this program ends
+
+    def _create(self, *, lasting: bool) -> None:
+        self._folder = tempfile.mkdtemp(prefix="monarch-job-")  # mode 0700
+        for name, count in self._meshes.items():
+            for index in range(count):
+                self._workers.append(self._start(f"{name}-{index}", lasting))
+
+    def _start(self, label: str, lasting: bool) -> Started:
+        """A lasting worker writes into a file; one that ends with this program shares its output."""
+        assert self._folder is not None
+        url = f"ipc://{self._folder}/{label}"
+        command = [sys.executable, "-m", "monarch", "worker", "--listen", url]
+        with (Path(self._folder) / f"{label}.{_KEPT_OUTPUT}").open("wb") if lasting else open(os.devnull) as output:
+            process = subprocess.Popen(
+                command if lasting else [*command, "--until-eof"],
+                env={**os.environ, **self._env},
+                stdin=subprocess.DEVNULL if lasting else subprocess.PIPE,
+                stdout=output if lasting else None,
+                stderr=output if lasting else None,
+                start_new_session=True,
+            )
+        self._ties.append(process)
+        return Started.of(process.pid, url)
+
+    def _state(self) -> JobState:
+        meshes = {}
+        urls = iter([worker.url for worker in self._workers])
+        for name, count in self._meshes.items():
+            meshes[name] = attach_to_workers(workers=[next(urls) for _ in range(count)], name=name)
+        return JobState(meshes)
+
+    def can_run(self, spec: JobTrait) -> bool:
+        same = isinstance(spec, ProcessJob) and (spec._meshes, spec._env) == (self._meshes, self._env)
+        return same and self.active
+
+    def _is_alive(self) -> bool:
+        return bool(self._workers) and all(worker.is_alive() for worker in self._workers)
+
+    def _kill(self) -> None:
+        end_all(self._workers)
+        for process in self._ties:
+            if process.stdin is not None:
+                process.stdin.close()
+            process.wait()
+        self._ties.clear()
+        self._workers.clear()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_ties": []}

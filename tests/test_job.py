@@ -1,0 +1,173 @@
+"""Jobs: hosts that are had, found again and given back."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from monarch.actor import this_host
+from monarch.job import JobTrait, LocalJob, ProcessJob, SlurmJob, SSHJob, job_load, job_loads
+from monarch.testing import TestClient, fresh_client, wait_until_gone
+from tests.mesh.actors import Worker
+
+LIMIT_S = 20.0
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+
+
+@pytest.fixture
+def client() -> Iterator[TestClient]:
+    with fresh_client("shm", cleanup_timeout="1s", process_exit_timeout="3s") as client:
+        yield client
+
+
+def test_the_hosts_of_a_local_job_are_this_host(client: TestClient) -> None:
+    state = LocalJob(("trainers", "generators")).state(cached_path=None)
+    assert state.trainers == state.generators == this_host()
+    with pytest.raises(AttributeError, match="it has trainers, generators"):
+        _ = state.readers
+
+
+def test_a_process_job_has_hosts_to_spawn_on_until_it_is_killed(client: TestClient) -> None:
+    job = ProcessJob({"trainers": 2, "others": 1}, env={"FLAVOUR": "salt"})
+    assert not job.active and job.apply_id is None
+    state = job.state(cached_path=None)
+    assert job.active and job.apply_id
+    workers = state.trainers.spawn_procs({"gpus": 1}).spawn("w", Worker)
+    assert list(workers.environ.call("FLAVOUR").get(LIMIT_S).values()) == ["salt", "salt"]
+    pids = list(workers.pid.call().get(LIMIT_S).values())
+    again = job.state(cached_path=None)
+    assert len(again.trainers.spawn_procs().spawn("w", Worker).pid.call().get(LIMIT_S)) == 2
+    client.allow_faults()
+    job.kill()
+    for pid in pids:
+        wait_until_gone(pid)
+    assert not job.active and os.listdir() == []
+
+
+def test_a_job_that_was_applied_is_found_by_another_of_the_same_kind(client: TestClient) -> None:
+    first = ProcessJob({"hosts": 1})
+    first.state()
+    assert stat.S_IMODE(os.stat(".monarch/job_state.pkl").st_mode) == 0o600
+    try:
+        second, other = ProcessJob({"hosts": 1}), ProcessJob({"hosts": 2})
+        assert job_loads(first.dumps()).can_run(second) and not first.can_run(other)
+        assert second.state().hosts.initialized.get(LIMIT_S)
+        assert not second.active  # it uses the workers of the first
+        second.kill()
+        assert not first.active and not os.path.exists(".monarch/job_state.pkl")
+    finally:
+        first.kill()
+
+
+def test_a_job_file_that_others_can_write_is_not_loaded() -> None:
+    LocalJob().dump("job.pkl")
+    assert isinstance(job_load("job.pkl"), LocalJob)
+    os.chmod("job.pkl", 0o666)
+    with pytest.raises(PermissionError, match="others can write"):
+        job_load("job.pkl")
+
+
+def test_workers_end_with_the_program_that_has_no_cache(tmp_path: Path) -> None:
+    script = """
+        import os
+        from monarch.job import ProcessJob
+        job = ProcessJob({"hosts": 2})
+        job.state(cached_path=None).hosts.initialized.get(20)
+        print(*[worker.pid for worker in job._workers], flush=True)
+        os.kill(os.getpid(), 9)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    pids = [int(each) for each in found.stdout.split()]
+    assert len(pids) == 2, found.stderr
+    for pid in pids:
+        wait_until_gone(pid)
+
+
+@pytest.mark.parametrize("meshes", [{}, {"hosts": 0}, {"hosts": "two"}])
+def test_bad_numbers_of_hosts_are_refused(meshes: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        ProcessJob(meshes)
+
+
+def _program(folder: Path, name: str, text: str) -> None:
+    """A command that stands for one that is not installed here."""
+    path = folder / name
+    path.write_text(f"#!/bin/bash\n{text}\n")
+    path.chmod(0o755)
+
+
+@pytest.mark.parametrize("cached_path", [None, ".monarch/job_state.pkl"])
+def test_an_ssh_job_starts_workers_on_the_hosts_it_logs_in_to(
+    client: TestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached_path: str | None
+) -> None:
+    """With an ssh that runs the command right here."""
+    fake = """
+        echo "$*" >> "$CALLS"
+        case " $* " in *" -G "*) echo hostname 127.0.0.1; exit;; esac
+        exec bash -c "${@: -1}"
+    """
+    _program(tmp_path, "ssh", textwrap.dedent(fake))
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
+    port = 20_000 + os.getpid() % 10_000 + (cached_path is None)
+    job = SSHJob(sys.executable, ("-o", "BatchMode=yes"), port)
+    job.add_mesh("workers", ["user@far"])
+    state = job.state(cached_path)
+    pid = state.workers.spawn_procs().spawn("w", Worker).pid.call_one().get(LIMIT_S)
+    calls = (tmp_path / "calls").read_text()
+    assert "-o BatchMode=yes -T user@far" in calls and f"tcp://127.0.0.1:{port}@tcp://0.0.0.0:{port}" in calls
+    assert job._drawn.decode() not in calls
+    client.allow_faults()
+    job.kill()
+    wait_until_gone(pid)
+    with pytest.raises(ValueError, match="over 'tcp'"):
+        SSHJob(transport="ipc")
+
+
+def test_a_slurm_job_asks_for_nodes_and_gives_them_back(
+    client: TestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With commands that look like Slurm's: a job that pends once, then runs on this machine."""
+    _program(tmp_path, "sbatch", 'cat > script; (setsid bash script > out 2>&1 & echo $! > pid); echo "42;cluster"')
+    _program(
+        tmp_path,
+        "squeue",
+        '[ -e cancelled ] && exit 0; [ -e asked ] && echo "RUNNING node1" || { touch asked; echo "PENDING "; }',
+    )
+    _program(tmp_path, "scontrol", "echo 127.0.0.1")
+    _program(tmp_path, "srun", 'shift; exec "$@"')
+    _program(tmp_path, "hostname", "echo 127.0.0.1")
+    _program(tmp_path, "scancel", "touch cancelled; kill $(cat pid)")
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    port = 30_000 + os.getpid() % 10_000
+    job = SlurmJob({"nodes": 1}, monarch_port=port, partition="debug", gpus_per_node=2, job_start_timeout=30)
+    pid = job.state(None).nodes.spawn_procs().spawn("w", Worker).pid.call_one().get(LIMIT_S)
+    script = (tmp_path / "script").read_text()
+    for option in ("--nodes=1", "--partition=debug", "--gpus-per-node=2", "--exclusive", "--job-name=monarch"):
+        assert f"#SBATCH {option}\n" in script
+    assert job._secret.decode() not in script
+    client.allow_faults()
+    job.kill()
+    wait_until_gone(pid)
+    assert not job.active
+
+
+def test_without_slurm_a_slurm_job_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    job: JobTrait = SlurmJob({"nodes": 1})
+    with pytest.raises(RuntimeError, match="sbatch is not installed here"):
+        job.apply()
+    assert not job.active

@@ -34,6 +34,14 @@ def address_towards(host: str, port: int) -> str:
     return found
 
 
+def address_for_all() -> str:
+    """The address of this host that others are most likely to reach; that of loopback where there is no network."""
+    try:
+        return address_towards(_WORLD, 0)
+    except OSError:
+        return "127.0.0.1"
+
+
 def advertised(url: str) -> str:
     """`url`, which a worker listens at, with a host that others can dial: a wildcard to bind is no address.
 

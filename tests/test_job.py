@@ -49,7 +49,6 @@ def test_a_process_job_has_hosts_to_spawn_on_until_it_is_killed(client: TestClie
     pids = list(workers.pid.call().get(LIMIT_S).values())
     again = job.state(cached_path=None)
     assert len(again.trainers.spawn_procs().spawn("w", Worker).pid.call().get(LIMIT_S)) == 2
-    client.allow_faults()
     job.kill()
     for pid in pids:
         wait_until_gone(pid)
@@ -130,7 +129,6 @@ def test_an_ssh_job_starts_workers_on_the_hosts_it_logs_in_to(
     calls = (tmp_path / "calls").read_text()
     assert "-o BatchMode=yes -T user@far" in calls and f"tcp://127.0.0.1:{port}@tcp://0.0.0.0:{port}" in calls
     assert job._drawn.decode() not in calls
-    client.allow_faults()
     job.kill()
     wait_until_gone(pid)
     with pytest.raises(ValueError, match="over 'tcp'"):
@@ -159,7 +157,6 @@ def test_a_slurm_job_asks_for_nodes_and_gives_them_back(
     for option in ("--nodes=1", "--partition=debug", "--gpus-per-node=2", "--exclusive", "--job-name=monarch"):
         assert f"#SBATCH {option}\n" in script
     assert job._secret.decode() not in script
-    client.allow_faults()
     job.kill()
     wait_until_gone(pid)
     assert not job.active

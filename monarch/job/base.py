@@ -24,6 +24,8 @@ log = get_logger("monarch.job")
 
 DEFAULT_JOB_PATH: Final = ".monarch/job_state.pkl"
 
+_STOP_LIMIT_S: Final = 10.0
+
 
 class JobState:
     """The hosts of a job, a mesh for each of its names: `job.state().trainers`."""
@@ -53,6 +55,7 @@ class JobTrait(ABC):
         self._applied: str | None = None
         self._reused: JobTrait | None = None
         self._cache: str | None = None
+        self._given: list[HostMesh] = []  # to this program
 
     # ---- for kinds of jobs
 
@@ -107,17 +110,22 @@ class JobTrait(ABC):
             cached_path: the cache; with None there is none, and the workers end with this program.
         """
         if self.active:
-            return self._state()
+            return self._give(self)
         if self._reused is None and cached_path is not None:
             self._reused = self._cached(Path(cached_path))
         if self._reused is not None and self._reused.can_run(self):
-            return self._reused._state()
+            return self._give(self._reused)
         self._reused = None
         self._apply(lasting=cached_path is not None)
         if cached_path is not None:
             self._cache = os.path.abspath(cached_path)
             self.dump(cached_path)
-        return self._state()
+        return self._give(self)
+
+    def _give(self, job: JobTrait) -> JobState:
+        state = job._state()
+        self._given += state._meshes.values()
+        return state
 
     def _cached(self, path: Path) -> JobTrait | None:
         try:
@@ -130,7 +138,14 @@ class JobTrait(ABC):
         return found if found.can_run(self) else None
 
     def kill(self) -> None:
-        """Give the hosts back. What runs there ends."""
+        """Give the hosts back. What runs there ends; what this program has spawned there counts as stopped."""
+        given, self._given = self._given, []
+        stops = [mesh.stop() for mesh in given if mesh._attachments is not None and mesh._ended is None]
+        for stop in stops:
+            try:
+                stop.get(timeout=_STOP_LIMIT_S)
+            except Exception as error:
+                log.info("job.hosts_not_left", error=str(error))
         for job in (self._reused, self):
             if job is not None and job._applied is not None:
                 job._kill()
@@ -155,7 +170,7 @@ class JobTrait(ABC):
         new.replace(target)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_reused": None}
+        return {**self.__dict__, "_reused": None, "_given": []}
 
     def enable_telemetry(self, *args: Any, **kwargs: Any) -> Self:
         raise NotImplementedError("telemetry of jobs is planned, and not part of this version")

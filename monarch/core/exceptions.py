@@ -99,14 +99,15 @@ def format_remote(exc: BaseException) -> str:
         return _format_plain(exc)
 
 
-def type_name(exc: BaseException) -> str:
-    """Qualified, as tracebacks show it: without the module for builtins and `__main__`. Never raises."""
+def type_name(value: object) -> str:
+    """Of an exception or another object, qualified, as tracebacks show it: without the module for builtins and
+    `__main__`. Never raises."""
     try:
-        kind = type(exc)
+        kind = type(value)
         module = kind.__module__
         return kind.__qualname__ if module in ("builtins", "__main__") else f"{module}.{kind.__qualname__}"
     except BaseException:
-        return "BaseException"
+        return "BaseException" if issubclass(type(value), BaseException) else "object"
 
 
 def text_of(exc: BaseException) -> str:

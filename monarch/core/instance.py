@@ -219,8 +219,13 @@ class Instance(Sender):
         """Run `coro` beside the calls, in the current context; its first step is made at once."""
         return self._loop.start_now(coro, contextvars.copy_context())
 
+    def stillborn(self, down: Down) -> None:
+        """Instead of `run`: there is no thread for it."""
+        self.phase, self.down = Phase.ENDED, down
+        self._report(down)
+
     def cut_off(self) -> None:
-        """End at once, without release or cleanup, as if the process had been killed."""
+        """End at once, without anything more: no release and no cleanup where they have not been."""
         self.phase = Phase.ENDED
         self._loop.stop()
 
@@ -240,24 +245,26 @@ class Instance(Sender):
         try:
             loop.call_soon(self._construct)
             self._run_loop()
+        except BaseException as error:
+            self.down = self.down or self._broken("run", error)
+            raise
         finally:
             self._finish_loop()
             asyncio.set_event_loop(None)
 
     def _run_loop(self) -> None:
-        """Run until the actor has ended. asyncio lets a SystemExit or KeyboardInterrupt of any task through: it ends
-        the actor, and not the process."""
-        while True:
+        """Run until the actor has ended, also where its own code stops the loop. asyncio lets a SystemExit or
+        KeyboardInterrupt of any task through: it ends the actor, and not the process."""
+        while self.phase is not Phase.ENDED:
             try:
                 self._loop.run_forever()
-                return
             except (SystemExit, KeyboardInterrupt) as error:
                 text = f"a task of the actor raised {exceptions.summary(error)}"
                 self.end(self.proc_runtime.failed(text, error))
 
     def _broken(self, what: str, error: BaseException) -> Down:
         """A behavior that raises, which none may, ends its actor: nobody shall wait for it for ever."""
-        log.error("behavior.raised", method=what, error=repr(error))
+        log.error("behavior.raised", method=what, error=exceptions.summary(error))
         return self.proc_runtime.failed(f"{what} raised", error)
 
     def _construct(self) -> None:
@@ -361,7 +368,7 @@ class Instance(Sender):
         if self._current is not None:
             self._current.cancel()
         task = self._loop.create_task(self._wind_up(down, constructed))
-        task.add_done_callback(lambda _: self._loop.stop())
+        task.add_done_callback(lambda _: self.cut_off())
 
     async def _wind_up(self, down: Down, constructed: bool) -> None:
         others = [t for t in (self._current, *self._concurrent) if t is not None]

@@ -17,6 +17,7 @@ behind them, and cuts it off again.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -76,8 +77,9 @@ def name_thread(name: str) -> None:
 
 
 def _name(ident: int, name: str) -> None:
-    if _file is not None and os.fstat(_file).st_size < _NAMES_LIMIT_BYTES:
-        os.write(_file, f"{ident:#x} {' '.join(name.split())}\n".encode())
+    with contextlib.suppress(OSError):  # the program may have closed it, or limited what it may write
+        if _file is not None and os.fstat(_file).st_size < _NAMES_LIMIT_BYTES:
+            os.write(_file, f"{ident:#x} {' '.join(name.split())}\n".encode())
 
 
 @define(frozen=True)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from attrs import define
+from attrs import define, evolve
 
 from monarch.core import codec, settings
 from monarch.core.envelope import Envelope
@@ -125,7 +125,11 @@ class ProcAgent:
             instance.run(behavior)
 
         run = run_on_thread if info.opens_gate else runtime.run_actor  # the main thread is for the user's actors
-        run(ACTOR_THREAD + info.name, live)
+        try:
+            run(ACTOR_THREAD + info.name, live)
+        except Exception as error:  # the system gives no more threads: nobody shall wait for this actor
+            down = runtime.failed(f"no thread could be started for it: {error}")
+            instance.stillborn(evolve(down, actor=instance.member))
 
     def _objection(self, number: int) -> Down | None:
         """Why an actor is not to be made here."""

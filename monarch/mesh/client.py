@@ -122,6 +122,18 @@ class RootClient(ProcClient):
         """The program ends: what is owned gets `_EXIT_BUDGET_S` to stop gracefully."""
         if os.getpid() != self._pid:
             return  # a fork of the client owns nothing
+        try:
+            self._let_go()
+        except KeyboardInterrupt:
+            if not self._faults.fatal:  # else it is ours, and comes too late to end the program in its middle
+                raise
+        if self._faults.ends_program() and sys.excepthook is _exit_with_1 and not _leaving:
+            # The program caught the KeyboardInterrupt and came to its end: the status still tells the truth.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+
+    def _let_go(self) -> None:
         if self._shutdown is None:
             self._shutdown = Future._pending(None)
             self.proc_runtime.ports.clear()  # daemon threads that wait for an answer end with the program, silently
@@ -135,11 +147,6 @@ class RootClient(ProcClient):
             except Exception as error:
                 log.warning("shutdown.unfinished", error=str(error))
                 self.agent.close(0.2)
-        if self._faults.fatal and sys.excepthook is _exit_with_1 and not _leaving:
-            # The program caught the KeyboardInterrupt and came to its end: the status still tells the truth.
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(1)
 
 
 class _Faults:
@@ -151,6 +158,7 @@ class _Faults:
 
     def __init__(self) -> None:
         self.fatal = False
+        self._told = threading.Event()
         self._queue: queue.SimpleQueue[MeshFailure] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -161,6 +169,10 @@ class _Faults:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="monarch-faults", daemon=True)
                 self._thread.start()
+
+    def ends_program(self) -> bool:
+        """Whether there was a fatal one; its report has been written then."""
+        return self.fatal and self._told.wait(_EXIT_BUDGET_S)
 
     def _run(self) -> None:
         while True:
@@ -178,9 +190,12 @@ class _Faults:
         now = datetime.now().isoformat(sep=" ", timespec="seconds")
         text = f"Unhandled monarch error on the root actor, hostname={socket.gethostname()}, PID={os.getpid()} at time "
         because = "" if isinstance(error, SystemExit) else f"\nunhandled_fault_hook raised {error!r}"
-        sys.stderr.write(f"{text}{now}: {failure.report()}{because}\n")
-        sys.stderr.flush()
-        sys.excepthook = _exit_with_1
+        try:
+            sys.stderr.write(f"{text}{now}: {failure.report()}{because}\n")
+            sys.stderr.flush()
+        finally:
+            sys.excepthook = _exit_with_1
+            self._told.set()
         main = threading.main_thread().ident or 0
         if callable(signal.getsignal(signal.SIGINT)):
             signal.pthread_kill(main, signal.SIGINT)

@@ -88,7 +88,7 @@ class ActorBehavior:
         return None
 
     def _failed(self, what: str, error: BaseException) -> Down:
-        if isinstance(error, SystemExit):
+        if issubclass(type(error), SystemExit):
             what = f"the actor exited with status {exceptions.text_of(error) or 0}: {what}"
         down = self._instance.proc_runtime.failed(f"{what} {exceptions.summary(error)}", error)
         return evolve(down, actor=self._instance.member)
@@ -208,9 +208,10 @@ class ActorBehavior:
             return self._endpoint_failed(served, envelope, spec, port, error)
         except BaseException as error:
             self._end_if_forked(error)
-            if isinstance(error, asyncio.CancelledError) and self._instance.down is not None:
+            cancelled = issubclass(type(error), asyncio.CancelledError)
+            if cancelled and self._instance.down is not None:
                 raise  # the actor is ending
-            if isinstance(error, asyncio.CancelledError) and served.cancelled:
+            if cancelled and served.cancelled:
                 self._owed.discard(envelope)
                 return None
             if spec.concurrent and port is not None and not spec.sends_itself:
@@ -253,7 +254,7 @@ class ActorBehavior:
         if served.cancelled:
             self._owed.discard(envelope)
             return None  # nobody waits, and nobody is to blame
-        if isinstance(error, StopIteration):
+        if issubclass(type(error), StopIteration):  # what an exception says of its class is the user's code
             wrapped = RuntimeError(f"endpoint {spec.name} raised StopIteration")
             wrapped.__cause__ = error
             error = wrapped
@@ -271,7 +272,8 @@ class ActorBehavior:
         try:
             parts = codec.encode(result, runtime.memory_for((receiver,)))
         except Exception as error:
-            wrapped = TypeError(f"the result of type {type(result).__qualname__} cannot be sent: {error}")
+            what, why = exceptions.type_name(result), exceptions.text_of(error)
+            wrapped = TypeError(f"the result of type {what} cannot be sent: {why}")
             wrapped.__cause__ = error
             return self._reply_error(envelope, port, wrapped)
         if envelope.reply_port:

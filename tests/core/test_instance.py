@@ -423,6 +423,23 @@ def test_an_endpoint_whose_first_wait_is_a_sleep_goes_on_when_it_is_over(proc: P
     life.end()
 
 
+def test_an_actor_whose_code_stops_the_loop_lives_on_and_ends_in_order(proc: Proc) -> None:
+    life = Life(proc)
+
+    async def stop_loop() -> None:
+        asyncio.get_running_loop().stop()
+        await asyncio.sleep(0)
+        life.fake.log.append("stopped it")
+
+    life.fake.does["stop"] = lambda: Work(stop_loop())
+    life.fake.cleans = stop_loop
+    life.call("stop")
+    life.call("next")
+
+    assert life.end() == _STOP
+    assert life.fake.log == ["construct", "stop", "stopped it", "next", "release", "cleanup", "stopped it"]
+
+
 def test_a_cut_off_actor_ends_without_release_and_cleanup(proc: Proc) -> None:
     life = Life(proc)
     life.call("one")

@@ -61,6 +61,25 @@ def test_calls_to_a_killed_process_fail_soon_and_say_why(real_client: TestClient
     assert list(workers.slice(gpus=slice(0, 3, 2)).echo.call(1).get(10).values()) == [1, 1]
 
 
+class Hoarder(Actor):
+    @endpoint
+    def take_all_threads(self) -> None:
+        def refuse(self: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        threading.Thread.start = refuse  # type: ignore[method-assign]
+
+
+def test_an_actor_for_which_there_is_no_thread_fails(real_client: TestClient) -> None:
+    procs = this_host().spawn_procs()
+    procs.spawn("hoarder", Hoarder).take_all_threads.call_one().get(10)
+
+    worker = procs.spawn("worker", Worker)
+    with pytest.raises(SupervisionError, match="no thread could be started for it"):
+        worker.echo.call_one(1).get(10)
+    assert real_client.expect_fault("can't start new thread").actor_name == "worker"
+
+
 @pytest.mark.parametrize("code", [0, 42, pytest.param(1, marks=pytest.mark.slow)])
 def test_calls_to_a_process_that_exits_fail_with_the_code(real_client: TestClient, code: int) -> None:
     workers = this_host().spawn_procs({"gpus": 2}).spawn("workers", Worker)

@@ -25,7 +25,33 @@ class Odd(Exception):
         raise RuntimeError("not printable")
 
 
+class Denying(Exception):
+    """Says nothing of itself but by raising."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError(f"not even {name}")
+
+
+class Nameless(type):
+    def __getattribute__(cls, name: str) -> Any:
+        if name in ("__qualname__", "__reduce_ex__"):
+            raise RuntimeError("not printable")
+        return super().__getattribute__(name)
+
+
 class Thrower(Actor):
+    @endpoint
+    def deny(self) -> None:
+        raise Denying
+
+    @endpoint
+    async def deny_async(self) -> None:
+        raise Denying
+
+    @endpoint
+    def nameless(self) -> Any:
+        return Nameless("Nobody", (), {})()
+
     @endpoint
     def odd(self) -> None:
         raise Odd(1, 2)
@@ -205,6 +231,16 @@ def test_an_exception_that_cannot_travel_arrives_by_name_and_text(spawn: Spawn, 
 
     assert "Odd" in str(caught.value)
     assert caught.value.exception.one == 1
+
+
+@pytest.mark.parametrize("name", ["deny", "deny_async", "nameless"])
+def test_what_answers_no_question_about_itself_harms_nobody_else(spawn: Spawn, alone: Any, name: str) -> None:
+    thrower = spawn(Thrower, on=alone)
+
+    with pytest.raises(ActorError, match=f"{name} failed"):
+        getattr(thrower, name).call_one().get(10)
+    with pytest.raises(ActorError, match="several"):
+        thrower.group.call_one().get(10)
 
 
 def test_causes_and_contexts_are_in_the_text_once(spawn: Spawn, alone: Any) -> None:

@@ -228,6 +228,25 @@ def test_an_unhandled_failure_ends_the_program_with_status_1(transport: str) -> 
     assert "not reached" not in done.stdout
 
 
+def test_an_unhandled_failure_at_the_very_end_counts() -> None:
+    done = run(
+        before="def hook(failure):\n    failures.put(failure)\n    held.acquire()\n    sys.exit(1)\n"
+        "monarch.actor.unhandled_fault_hook = hook",
+        after="""
+import queue, threading, time
+from monarch.mesh import client
+failures, held = queue.Queue(), threading.Semaphore(0)
+worker.initialized.exception()
+failures.get(timeout=10)
+client.release_owned = lambda *_: (held.release(), time.sleep(20))
+""",
+    )
+
+    assert done.returncode == 1
+    assert "Unhandled monarch error" in done.stderr
+    assert "ignored" not in done.stderr
+
+
 def test_a_program_that_waits_for_a_call_ends_too() -> None:
     done = run(after="worker.echo.call_one(1).get()")
 

@@ -67,7 +67,9 @@ def _issue(tensor: Tensor, reduction: Reduction, target: int, result: int) -> No
     lane.define(MEETING, engine.meeting())
     if engine.recorder is not None:
         engine.recorder.uses([tensor._ref])
-    lane.append((int(Op.REDUCE), tensor._ref.number, reduction, target, result), here(4))
+    stack = here(4)
+    number = lane.append((int(Op.REDUCE), tensor._ref.number, reduction, target, result), stack)
+    engine.remember(lane.number, number, stack)
 
 
 def reduce(

@@ -18,10 +18,13 @@ import pickle
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+import torch
+
+from monarch.core import codec
 from monarch.core.future import Future, Outcome
 from monarch.errors import SupervisionError
 from monarch.mesh.context import context
@@ -103,8 +106,8 @@ class Lane:
         self.templates[number] = template
         self._definitions.append((number, template))
 
-    def append(self, command: tuple[Any, ...], stack: Stack) -> None:
-        """The next command. `stack` is where it was issued."""
+    def append(self, command: tuple[Any, ...], stack: Stack) -> int:
+        """The next command; returns its number in this lane. `stack` is where it was issued."""
         for other in self.shared:
             if other.commands:
                 other.flush()
@@ -113,6 +116,7 @@ class Lane:
             self._append_freed(stack)
         commands.append(command)
         self._stacks.append(stack)
+        number = self._issued + len(commands) - 1
         recorder = self.engine.recorder
         if recorder is not None:
             recorder.takes(self, command)
@@ -120,6 +124,7 @@ class Lane:
             sent = self._sent
             if len(commands) >= BATCH or not sent or sent[-1].answer.done():
                 self.flush()
+        return number
 
     def _append_freed(self, stack: Stack) -> None:
         freed, self.freed = self.freed, []
@@ -164,8 +169,16 @@ class Lane:
             raise self.engine.lost_by(error) from error
         for failed in answers.values():
             for number in failed or ():
-                if len(self.engine.failures) < _FAILURES:
-                    self.engine.failures[self.number, number] = sent.stacks[number - sent.first]
+                self.engine.remember(self.number, number, sent.stacks[number - sent.first])
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        """What these stand for is not used any more."""
+        gone = [number for number in numbers if number in self.known or number in self.templates]
+        if gone and self.engine.lost is None:
+            self.append((int(Op.FORGET), *gone), ())
+            for number in gone:
+                self.known.discard(number)
+                self.templates.pop(number, None)
 
     def stack(self, number: int) -> Stack:
         """Where a command was issued that has failed."""
@@ -189,7 +202,7 @@ class Engine:
         self.workers: ActorMesh[Any] = root.spawn("tensor_workers", Worker, self.depots, os.getpid())  # type: ignore[assignment]
         self.lanes: dict[Region, Lane] = {}
         self.by_number: dict[int, Lane] = {}
-        self.failures: dict[tuple[int, int], Stack] = {}
+        self.failures: dict[tuple[int, int], Stack] = {}  # the last ones, and of reductions, which may fail later
         self.recorder: Recorder | None = None
         self.pinned: set[int] = set()  # templates that compiled functions use
         self.coalescing = 0
@@ -197,6 +210,8 @@ class Engine:
         self._numbers = itertools.count(1)
         self._waiting: weakref.WeakSet[Future[Any]] = weakref.WeakSet()
         self._functions: weakref.WeakKeyDictionary[Any, tuple[int, Function]] = weakref.WeakKeyDictionary()
+        self._paths: dict[str, tuple[int, Function]] = {}
+        self._unused: list[int] = []  # functions that are gone
         self._store: Any = None
         self._meeting: Meeting | None = None
 
@@ -262,7 +277,8 @@ class Engine:
 
         def convert_answer() -> R:
             try:
-                answer = future.get(0)
+                with torch._C._DisableTorchDispatch():  # the tensors in it are local ones
+                    answer = future.get(0)
             except SupervisionError as error:
                 raise self.lost_by(error) from error
             return convert(answer)
@@ -290,6 +306,12 @@ class Engine:
         if error is not None:
             self.lost_by(error)
 
+    def remember(self, lane: int, number: int, stack: Stack) -> None:
+        """Where a command was issued that has failed, or may still fail when its batch is answered."""
+        self.failures[lane, number] = stack
+        if len(self.failures) > _FAILURES:
+            del self.failures[next(iter(self.failures))]
+
     def lost_by(self, error: BaseException) -> BaseException:
         """A worker is gone: all who wait hear of it, for what they wait for may never come."""
         if self.lost is None:
@@ -316,20 +338,30 @@ class Engine:
         return self._meeting
 
     def function(self, function: Any) -> tuple[int, Function]:
-        """The number of a function of the user's, and how it travels."""
-        from monarch.core import codec
-
+        """The number of a function of the user's, and how it travels: once, as it is at its first use."""
+        known: Any = self._paths if isinstance(function, str) else self._functions
         try:
-            found = self._functions.get(function)
-        except TypeError:  # no weak reference to it, or no hash
-            found = None
+            found = known.get(function)
+        except TypeError:
+            found = None  # it has no hash
         if found is None:
-            found = (next(_numbers), Function([bytes(part) for part in codec.encode(function)]))
+            self._forget_functions()
+            number = next(_numbers)
+            found = number, Function([bytes(part) for part in codec.encode(function)])
             try:
-                self._functions[function] = found
+                known[function] = found
+                if known is self._functions:
+                    weakref.finalize(function, self._unused.append, number).atexit = False
             except TypeError:
-                pass
+                self._unused.append(number)  # no hash, or no weak references: it is sent with each call
         return found
+
+    def _forget_functions(self) -> None:
+        unused = [number for number in self._unused if number not in self.pinned]
+        if unused and self.recorder is None:
+            self._unused.clear()
+            for lane in self.lanes.values():
+                lane.forget(unused)
 
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -344,12 +376,9 @@ def next_number() -> int:
 def forget_templates() -> None:
     """The plans that know of the templates are gone; so that workers do not keep them for ever."""
     for engine in _engines:
-        for lane in engine.lanes.values():
-            gone = lane.templates.keys() - engine.pinned
-            if gone and engine.lost is None and engine.recorder is None:
-                lane.append((int(Op.FORGET), *gone), ())
-                for number in gone:
-                    del lane.templates[number]
+        if engine.recorder is None:
+            for lane in engine.lanes.values():
+                lane.forget(lane.templates.keys() - engine.pinned)
 
 
 def engine_of(mesh: ProcMesh) -> Engine:

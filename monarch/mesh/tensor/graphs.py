@@ -146,7 +146,9 @@ def _record(function: Any, args: Any, kwargs: Any, place: Place, tensors: list[T
     captured = tuple(ref for number, ref in recorder.used.items() if number not in arguments)
     inputs = (*arguments, *(ref.number for ref in captured))
     graph = Graph(tuple(recorder.commands), inputs, tuple(outputs))
-    engine.pinned.update(command[0] for command in graph.commands if command[0] > 0)
+    for command in graph.commands:
+        if command[0] > 0 or command[0] == Op.CALL:
+            engine.pinned.add(command[0] if command[0] > 0 else command[1])
     return pytree.tree_unflatten(leaves, spec), _Recorded(next_number(), graph, arguments, captured, results, spec)
 
 

@@ -77,12 +77,17 @@ class MemberFailed(Exception):
 
 
 class Pending:
-    """A result that is still on its way, while the worker goes on."""
+    """A result that is still on its way, while the worker goes on.
 
-    __slots__ = ("_finish",)
+    Attributes:
+        issued: lane and number of the command that it is the result of.
+    """
+
+    __slots__ = ("_finish", "issued")
 
     def __init__(self, finish: Callable[[], torch.Tensor]) -> None:
         self._finish = finish
+        self.issued = (0, 0)
 
     def get(self) -> torch.Tensor:
         """Raises: MemberFailed."""

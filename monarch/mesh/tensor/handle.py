@@ -168,6 +168,17 @@ class Tensor(torch.Tensor):
         part: Tensor = slice_mesh(self, **dims)
         return part
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if not self.is_leaf:
+            raise RuntimeError("only tensors that are no results of autograd can be copied with deepcopy")
+        twin: Any = self.detach().clone().requires_grad_(self.requires_grad)
+        if isinstance(self, torch.nn.Parameter):
+            twin._is_param = True
+        memo[id(self)] = twin
+        if self.grad is not None:
+            twin.grad = self.grad.detach().clone()
+        return twin
+
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         dims = dict(self._ref.place.lane.mesh.sizes)
         gone = ", dropped" if self.dropped else ""

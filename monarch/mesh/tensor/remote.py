@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Final, Generic, ParamSpec, TypeVar
 
 from torch.utils import _pytree as pytree
 
@@ -27,6 +27,7 @@ from monarch.mesh.value_mesh import ValueMesh
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_MOST_SHAPES: Final = 4096
 
 
 def lift(what: str, args: Any, kwargs: Any, place: Any) -> tuple[list[Tensor], Any]:
@@ -117,6 +118,8 @@ class Remote(Generic[P, R]):
             return self._ask(lane, function, parts, metas)
         key = (b"".join(bytes(part) for part in parts), *metas)
         if key not in self._shapes:
+            if len(self._shapes) >= _MOST_SHAPES:
+                self._shapes.clear()
             self._shapes[key] = self._ask(lane, function, parts, metas)
         return self._shapes[key]
 
@@ -184,6 +187,8 @@ def lane_point(lane: Lane, rank: int) -> dict[str, int]:
 
 def remote(function: Callable[P, R] | str | None = None, *, propagate: Propagator = None) -> Any:
     """A function that runs on the workers of the active mesh. Also a decorator.
+
+    It is sent once, with what it refers to as that is at the first call.
 
     Args:
         function: or its dotted path, which the workers import.

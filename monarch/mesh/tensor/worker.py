@@ -166,7 +166,7 @@ class Worker(Actor):
             try:
                 value = value.get()
             except Exception as error:
-                value = self._failure(error)
+                value = self._failure_of(error, *value.issued)
             self.table[number] = value
         if type(value) is Failure:
             raise Failed(value)
@@ -177,8 +177,11 @@ class Worker(Actor):
             return error.failure
         if self._number not in self._failed:
             self._failed.append(self._number)
+        return self._failure_of(error, self._lane, self._number)
+
+    def _failure_of(self, error: Exception, lane: int, number: int) -> Failure:
         what = f"{exceptions.type_name(error)}: {exceptions.text_of(error)}"
-        return Failure(self._lane, self._number, what, exceptions.format_remote(error), self.name)
+        return Failure(lane, number, what, exceptions.format_remote(error), self.name)
 
     def _fail(self, error: Exception, first: int, count: int, mutated: Sequence[int] = ()) -> None:
         failure = self._failure(error)
@@ -276,12 +279,14 @@ class Worker(Actor):
         try:
             reduced = self._reduced(shard, reduction)
             if own is not None:
-                self.table[ref if target == ref else result] = own
+                self.table[target or result] = own
                 return
             if target:
                 value = reduced.get() if isinstance(reduced, Pending) else reduced
                 self._value(target).copy_(value)
             else:
+                if isinstance(reduced, Pending):
+                    reduced.issued = (self._lane, self._number)
                 self.table[result] = reduced
         except Exception as error:
             failure = own if own is not None and isinstance(error, MemberFailed) else self._failure(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -225,6 +226,28 @@ def test_what_is_not_known_here_is_refused_by_name(procs):
         with pytest.raises(TypeError, match="Generator"):
             torch.rand(2, generator=torch.Generator())
         assert inspect(ones).tolist() == [1] * 4
+
+
+def test_many_different_operators_do_not_fill_the_workers(procs, monkeypatch):
+    from monarch.mesh.tensor import dispatch
+
+    monkeypatch.setattr(dispatch, "_MOST_PLANS", 20)
+    with procs.activate():
+        total = torch.zeros(1, dtype=torch.int64)
+        for number in range(100):
+            total = total + number
+        assert inspect(total).tolist() == [sum(range(100))]
+        assert len(total._ref.place.lane.templates) <= 20
+
+
+def test_modules_can_be_copied(procs):
+    with procs.activate():
+        net = torch.nn.Linear(2, 2)
+        twin = copy.deepcopy(net)
+        with torch.no_grad():
+            net.weight.zero_()
+        assert isinstance(twin.weight, torch.nn.Parameter)
+        assert inspect(twin.weight).abs().sum() > 0
 
 
 # ---- against torch, at random

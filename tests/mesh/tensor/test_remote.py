@@ -107,6 +107,22 @@ def test_a_result_that_is_not_what_propagate_said_is_a_failure(procs):
             inspect(wrong_count)
 
 
+def test_functions_that_are_gone_are_forgotten_by_the_workers(procs):
+    with procs.activate():
+        x = torch.ones(1)
+        for factor in range(50):
+            x = remote(lambda each, factor=factor: each + factor, propagate=same_shape)(x)
+        assert inspect(x).tolist() == [1 + sum(range(50))]
+        lane = x._ref.place.lane
+        assert len(lane.known) < 40
+
+
+def test_empty_results_are_local_too(procs):
+    with procs.activate():
+        found = fetch_shard(torch.empty(0, 3)).result()
+        assert type(found) is torch.Tensor and found.shape == (0, 3)
+
+
 # ---- failures
 
 
@@ -145,10 +161,16 @@ def test_a_failure_on_one_rank_is_not_one_of_the_others(procs):
         assert int(inspect(made, gpus=0)) == 0
         with pytest.raises(RemoteException, match="odd"):
             inspect(made, gpus=1)
-        total = made.reduce("gpus")
-        for gpu in range(2):
-            with pytest.raises(RemoteException, match=r"odd|another member"):
-                inspect(total, gpus=gpu)
+        total = made.reduce("gpus")  # the reducing line
+        into = torch.zeros_like(rank)
+        made.reduce("gpus", out=into)
+        for gpu, reason in enumerate(("another member", "odd")):
+            for each in (total, into):
+                with pytest.raises(RemoteException, match=reason) as caught:
+                    inspect(each, gpus=gpu)
+        with pytest.raises(RemoteException) as caught:
+            inspect(total, gpus=0)
+        assert "# the reducing line" in caught.value.controller_trace
         assert int(inspect(rank.reduce("gpus"))) == 1  # the group goes on
 
 

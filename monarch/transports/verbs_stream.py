@@ -104,13 +104,16 @@ class VerbsStream:
     def sendmsg(self, buffers: Iterable[Buffer]) -> int:
         """Raises: BlockingIOError when there is no room; OSError when the connection is broken."""
         with self._lock:
-            self._take_in()
+            if not self._has_room:  # a look costs a system call, and whoever receives looks anyway
+                self._take_in()
             sent = 0
             slot, at = -1, 0
             for buffer in buffers:
                 done = 0
                 while done < len(buffer):
                     if slot < 0:
+                        if not self._has_room:
+                            self._take_in()
                         if not self._has_room:
                             return self._after_send(sent, wants_room=True)
                         slot, at = self._free.pop(), _HEAD.size

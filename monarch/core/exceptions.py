@@ -62,6 +62,15 @@ def encode_exception(exc: BaseException) -> list[Buffer]:
     return [part]
 
 
+def summary_of_sent(parts: Sequence[Buffer]) -> str:
+    """`summary` of an exception that was sent. Never raises, and runs nothing of the user's."""
+    try:
+        name, text, _, _ = pickle.loads(parts[0])
+        return f"{name}: {text}"
+    except BaseException as failure:
+        return f"an exception that cannot be read: {type(failure).__name__}"
+
+
 def decode_exception(parts: Sequence[Buffer]) -> tuple[BaseException, str]:
     """The exception, or a `RemoteException` in its place, and the traceback as rendered where it was raised. Never
     raises. Takes ownership of `parts`."""

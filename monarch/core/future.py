@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Coroutine, Generator
@@ -18,6 +19,9 @@ from monarch.core.deadlock import Wait
 from monarch.core.driver import Driver, Signal, _sleep_until_set
 from monarch.core.held import ALL_BUT_INTERRUPT, Held, on_main_thread
 from monarch.errors import CallCancelled
+from monarch.log import get_logger
+
+log = get_logger("monarch.future")
 
 R = TypeVar("R")
 _cell_lock = threading.Lock()  # guards every future's completion and callbacks; held for some instructions only
@@ -77,6 +81,7 @@ class Future(Generic[R]):
     _resolving: threading.RLock | None
     _thunk: Callable[[], R] | None
     _traceback: TracebackType | None
+    _trouble: Callable[[], str] | None
     _value: Any
 
     __slots__ = (
@@ -90,10 +95,12 @@ class Future(Generic[R]):
         "_resolving",
         "_thunk",
         "_traceback",
+        "_trouble",
         "_value",
     )
 
     def __init__(self) -> None:
+        self._trouble = None
         raise TypeError("futures come from calls; they cannot be constructed")
 
     def __reduce__(self) -> NoReturn:
@@ -116,7 +123,13 @@ class Future(Generic[R]):
         self._value = None
         self._error = None
         self._traceback = None
+        self._trouble = None
         return self
+
+    def __del__(self) -> None:
+        trouble = self._trouble
+        if trouble is not None and not sys.is_finalizing():
+            log.warning("call.failure_unseen", failure=trouble(), hint="`get()` or `await` its future")
 
     @classmethod
     def _completed(cls, value: R) -> Future[R]:
@@ -143,12 +156,14 @@ class Future(Generic[R]):
 
     # ---- completion, by the library
 
-    def _complete(self, thunk: Callable[[], R]) -> bool:
-        """Complete with a thunk that gives the value or raises; False when it was complete already."""
+    def _complete(self, thunk: Callable[[], R], trouble: Callable[[], str] | None = None) -> bool:
+        """Complete with a thunk that gives the value or raises; False when it was complete already. If it raises,
+        `trouble` says so in words: they are logged when the future goes and nobody has looked."""
         with _cell_lock:
             if self._done:
                 return False
             self._thunk = thunk
+            self._trouble = trouble
             self._done = True
             self._call = None  # it has this future, too
             callbacks, self._callbacks = self._callbacks, None
@@ -239,7 +254,7 @@ class Future(Generic[R]):
                 # Another BaseException interrupts this look, and is not what the call ended with: look again.
                 if self._error is not None:
                     self._traceback = self._error.__traceback__
-                self._thunk = None
+                self._thunk = self._trouble = None
 
     def _wait(self, timeout: float | None) -> bool:
         if self._done:

@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from functools import partial
 from types import TracebackType
@@ -80,6 +80,8 @@ class RootClient(ProcClient):
         self.console = Console(runtime.gateway, self.collector.take, partial(debug_service.attend, self.desk))
         self._pid = os.getpid()
         self._faults = _Faults()
+        self._at_exit = False
+        self._last_faults: list[MeshFailure] = []
         self._shutdown: Future[None] | None = None
         self._shutdown_lock = threading.Lock()
 
@@ -88,7 +90,10 @@ class RootClient(ProcClient):
             raise RuntimeError("the client has already been shut down (shutdown_context, or the end of the program)")
 
     def supervise(self, failure: MeshFailure) -> None:
-        if self._shutdown is None:
+        """While all is being stopped, what an actor raises over its last messages still counts; other ends do not."""
+        if self._at_exit:
+            self._last_faults.append(failure)
+        elif self._shutdown is None or failure.kind == "failed":
             self._faults.put(failure)
 
     def undeliverable(self, envelope: Envelope, down: Down) -> None:
@@ -128,13 +133,13 @@ class RootClient(ProcClient):
             if not self._faults.fatal:  # else it is ours, and comes too late to end the program in its middle
                 raise
         if self._faults.ends_program() and sys.excepthook is _exit_with_1 and not _leaving:
-            # The program caught the KeyboardInterrupt and came to its end: the status still tells the truth.
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(1)
+            # The program came to its end in spite of the KeyboardInterrupt, or before it: the status tells the truth.
+            atexit.unregister(self.at_exit)
+            _leave_with_1()
 
     def _let_go(self) -> None:
         if self._shutdown is None:
+            self._at_exit = True
             self._shutdown = Future._pending(None)
             self.proc_runtime.ports.clear()  # daemon threads that wait for an answer end with the program, silently
             release_owned(self, Down("stopped", "the client has ended"), _EXIT_BUDGET_S)
@@ -147,6 +152,7 @@ class RootClient(ProcClient):
             except Exception as error:
                 log.warning("shutdown.unfinished", error=str(error))
                 self.agent.close(0.2)
+        self._faults.take_last([failure for failure in self._last_faults if failure.kind == "failed"])
 
 
 class _Faults:
@@ -157,7 +163,7 @@ class _Faults:
     """
 
     def __init__(self) -> None:
-        self.fatal = False
+        self.fatal = False  # the hook has raised: once is enough
         self._told = threading.Event()
         self._queue: queue.SimpleQueue[MeshFailure] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -174,19 +180,33 @@ class _Faults:
         """Whether there was a fatal one; its report has been written then."""
         return self.fatal and self._told.wait(_EXIT_BUDGET_S)
 
+    def take_last(self, failures: Sequence[MeshFailure]) -> None:
+        """Those of a program that ends anyway, on the thread that ends it."""
+        for failure in failures:
+            error = self._unhandled(failure)
+            if error is not None:
+                self._report(failure, error)
+
     def _run(self) -> None:
         while True:
             failure = self._queue.get()
-            if self.fatal:
-                continue
-            hook: Callable[[MeshFailure], object] = sys.modules["monarch.actor"].unhandled_fault_hook
-            try:
-                hook(failure)
-            except BaseException as error:
-                self.fatal = True
+            error = self._unhandled(failure)
+            if error is not None:
                 self._end_program(failure, error)
 
-    def _end_program(self, failure: MeshFailure, error: BaseException) -> None:
+    def _unhandled(self, failure: MeshFailure) -> BaseException | None:
+        """What the hook raises, the first time that it does."""
+        if self.fatal:
+            return None
+        hook: Callable[[MeshFailure], object] = sys.modules["monarch.actor"].unhandled_fault_hook
+        try:
+            hook(failure)
+        except BaseException as error:
+            self.fatal = True
+            return error
+        return None
+
+    def _report(self, failure: MeshFailure, error: BaseException) -> None:
         now = datetime.now().isoformat(sep=" ", timespec="seconds")
         text = f"Unhandled monarch error on the root actor, hostname={socket.gethostname()}, PID={os.getpid()} at time "
         because = "" if isinstance(error, SystemExit) else f"\nunhandled_fault_hook raised {error!r}"
@@ -196,6 +216,9 @@ class _Faults:
         finally:
             sys.excepthook = _exit_with_1
             self._told.set()
+
+    def _end_program(self, failure: MeshFailure, error: BaseException) -> None:
+        self._report(failure, error)
         main = threading.main_thread().ident or 0
         if callable(signal.getsignal(signal.SIGINT)):
             signal.pthread_kill(main, signal.SIGINT)

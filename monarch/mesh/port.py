@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from monarch.core import codec, exceptions, inquiries
@@ -292,6 +293,10 @@ class Members:
     def call_text(self, rank: int) -> str:
         return f"Actor call {self.describe(rank)}.{self.method} failed."
 
+    def trouble(self, reply: Envelope) -> str:
+        """What a reply with an error says."""
+        return f"{self.describe(reply.rank)}.{self.method} raised {exceptions.summary_of_sent(reply.parts)}"
+
     def error(self, rank: int, down: Down, fate: Fate = Fate.UNKNOWN) -> Exception:
         base = self.region.slice()[rank]
         return call_failed(self.describe(rank), base, self.mesh_name, down, f"{self.mesh_name}.{self.method}", fate)
@@ -368,7 +373,8 @@ class OneReply(CallSink, Generic[R]):
 
     def deliver(self, envelope: Envelope) -> None:
         self._close()
-        self.future._complete(lambda: decode_value(envelope, self._members.call_text))
+        trouble = partial(self._members.trouble, envelope) if envelope.flags & Flag.ERROR else None
+        self.future._complete(partial(decode_value, envelope, self._members.call_text), trouble)
 
     def bounced(self, envelope: Envelope, down: Down) -> None:
         self._close()
@@ -428,15 +434,22 @@ class MeshReply(CallSink, Generic[R]):
 
     def _finish(self) -> None:
         self._close()
-        self.future._complete(self._result)
+        self.future._complete(partial(self._result, self._members, self._outcomes), self._trouble())
 
-    def _result(self) -> ValueMesh[R]:
-        replies = [reply for reply in self._outcomes if isinstance(reply, Envelope)]
+    def _trouble(self) -> Callable[[], str] | None:
+        for outcome in self._outcomes:
+            if isinstance(outcome, Envelope) and outcome.flags & Flag.ERROR:
+                return partial(self._members.trouble, outcome)
+        return None
+
+    @staticmethod
+    def _result(members: Members, outcomes: Sequence[Envelope | Exception | None]) -> ValueMesh[Any]:
+        """Not of this object, which has the future: what a future holds goes with it, and not with a garbage cycle."""
+        replies = [reply for reply in outcomes if isinstance(reply, Envelope)]
         for reply in replies:
             if reply.flags & Flag.ERROR:
-                decode_value(reply, self._members.call_text)
-        decoders = [_decoder(reply) for reply in replies]
-        return ValueMesh._lazy(self._members.region.extent, decoders)
+                decode_value(reply, members.call_text)
+        return ValueMesh._lazy(members.region.extent, [_decoder(reply) for reply in replies])
 
 
 def _decoder(envelope: Envelope) -> Callable[[], Any]:
@@ -449,7 +462,8 @@ class FailFastReply(MeshReply[R]):
     def deliver(self, envelope: Envelope) -> None:
         if envelope.flags & Flag.ERROR:
             self._close()
-            self.future._complete(lambda: decode_value(envelope, self._members.call_text))
+            trouble = partial(self._members.trouble, envelope)
+            self.future._complete(partial(decode_value, envelope, self._members.call_text), trouble)
         else:
             super().deliver(envelope)
 
@@ -460,22 +474,24 @@ class SettledReply(MeshReply[R | BaseException]):
     def _gone(self, rank: int, error: Exception) -> None:
         self._note(rank, error)
 
-    def _result(self) -> ValueMesh[R | BaseException]:
-        decoders = [self._settled(outcome) for outcome in self._outcomes if outcome is not None]
-        return ValueMesh._lazy(self._members.region.extent, decoders)
+    def _trouble(self) -> None:
+        return None
 
-    def _settled(self, outcome: Envelope | Exception) -> Callable[[], Any]:
-        def value() -> Any:
-            if isinstance(outcome, Exception):
-                return outcome
-            try:
-                return decode_value(outcome, self._members.call_text)
-            except Outcome as raw:
-                return raw.error
-            except Exception as error:
-                return error
+    @staticmethod
+    def _result(members: Members, outcomes: Sequence[Envelope | Exception | None]) -> ValueMesh[Any]:
+        decoders = [partial(_settled, members, outcome) for outcome in outcomes if outcome is not None]
+        return ValueMesh._lazy(members.region.extent, decoders)
 
-        return value
+
+def _settled(members: Members, outcome: Envelope | Exception) -> Any:
+    if isinstance(outcome, Exception):
+        return outcome
+    try:
+        return decode_value(outcome, members.call_text)
+    except Outcome as raw:
+        return raw.error
+    except Exception as error:
+        return error
 
 
 class StreamReply(CallSink, Generic[R]):
@@ -516,7 +532,7 @@ class StreamReply(CallSink, Generic[R]):
     def deliver(self, envelope: Envelope) -> None:
         future = self._next(envelope.rank)
         if future is not None:
-            future._complete(lambda: decode_value(envelope, self._members.call_text))
+            future._complete(partial(decode_value, envelope, self._members.call_text))
 
     def bounced(self, envelope: Envelope, down: Down) -> None:
         future = self._next(envelope.rank)

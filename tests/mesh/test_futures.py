@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import logging
 import math
 import threading
 import warnings
@@ -205,3 +207,34 @@ def test_a_future_may_be_read_by_many_threads_at_once(worker: Any) -> None:
 
     for number in range(50):
         assert all(result[number] is results[0][number] for result in results)
+
+
+def test_a_failure_that_nobody_looks_at_is_logged(spawn: Spawn, caplog: pytest.LogCaptureFixture) -> None:
+    workers = spawn(Worker)
+    one = workers.slice(hosts=0, gpus=0)
+    with caplog.at_level(logging.WARNING, "monarch"):
+        for call in (one.fail.call_one, workers.fail.call, workers.fail.call_fail_fast):
+            caplog.clear()
+            call("unseen")
+            _until(lambda: "call.failure_unseen" in caplog.text)
+            assert ".fail raised ValueError: unseen" in caplog.text
+
+        caplog.clear()
+        for call in (one.fail.call_one, workers.fail.call):
+            with pytest.raises(ActorError):
+                call("seen").get(10)
+        workers.fail.call_settled("settled").get(10)
+        one.fail.call_one("cancelled").cancel()
+        one.pid.call_one()
+        workers.pid.call().get(10)
+        gc.collect()
+        assert caplog.text == ""
+
+
+def _until(condition: Callable[[], Any]) -> None:
+    pause = threading.Event()
+    for _ in range(10_000):
+        if condition():
+            return
+        pause.wait(0.001)
+    raise AssertionError("it did not happen in time")

@@ -253,6 +253,18 @@ def test_a_program_that_waits_for_a_call_ends_too() -> None:
     assert done.returncode == 1
 
 
+@pytest.mark.parametrize("end", ["", "monarch.actor.shutdown_context().get()"])
+def test_a_failure_over_the_last_messages_of_a_program_is_no_success(end: str) -> None:
+    done = run(
+        before="w = this_host().spawn_procs().spawn('w', Worker); w.pid.call_one().get(); w.fail.broadcast('late')\n"
+        f"{end}\nsys.exit()"
+    )
+
+    assert done.returncode == 1
+    assert done.stderr.count("ValueError: late") == 2  # in the first line, and in the traceback
+    assert "exit handler" in done.stdout
+
+
 def test_a_hook_that_returns_lets_the_program_go_on() -> None:
     done = run(
         before="import threading; heard = threading.Event()\n"

@@ -104,8 +104,9 @@ class Function:
 
 @define(frozen=True)
 class Meeting:
-    """Where the workers of this engine find each other for collectives."""
+    """Where the workers of this engine find each other for collectives: a store on the host with this identity."""
 
+    host_id: str
     host: str
     port: int
     secret: str

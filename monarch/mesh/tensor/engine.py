@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import torch
 
 from monarch.core import codec
+from monarch.core.address import host_identity
 from monarch.core.future import Future, Outcome
 from monarch.errors import SupervisionError
 from monarch.mesh.context import context
@@ -334,7 +335,7 @@ class Engine:
             import secrets
 
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            self._meeting = Meeting("127.0.0.1", self._store.port, secrets.token_hex(16))
+            self._meeting = Meeting(host_identity(), "127.0.0.1", self._store.port, secrets.token_hex(16))
         return self._meeting
 
     def function(self, function: Any) -> tuple[int, Function]:

@@ -2,8 +2,8 @@
 the CPU, and NCCL for those of CUDA devices.
 
 A worker whose input could not be computed takes part all the same, with zeros and a mark that says so, because the
-others wait for it; each member then has a failure as its result. Where all members reduce into one buffer, the mark is
-one more element of it; elsewhere it is exchanged first.
+others wait for it; each member then has a failure as its result. Where all reduce into a buffer of ours, the mark is
+one more element of it; elsewhere it is exchanged first. A reduction in place needs no memory beside the tensor.
 
 What gloo cannot reduce (bits, booleans, complex numbers) is gathered, and reduced by each member in the order of ranks.
 """
@@ -19,8 +19,9 @@ import torch
 import torch.distributed
 from attrs import define
 
+from monarch.core.address import host_identity
 from monarch.mesh.tensor.commands import Meeting
-from monarch.mesh.tensor.metadata import Meta
+from monarch.mesh.tensor.metadata import Meta, dense_meta
 
 dist: Any = torch.distributed
 
@@ -104,12 +105,23 @@ class Groups:
         self._groups: dict[tuple[tuple[int, ...], str], Group] = {}
 
     def meet_at(self, meeting: Meeting) -> None:
+        if host_identity() != meeting.host_id:
+            return  # gloo and the store are on the loopback device
         if self._store is None:
             self._store = dist.TCPStore(meeting.host, meeting.port, is_master=False, wait_for_workers=False)
             self._secret = meeting.secret
 
     def of(self, ranks: tuple[int, ...], device: str = "cpu", name: str = "") -> Group:
-        """The group of these workers; all of them ask for it, or it is never complete."""
+        """The group of these workers; all of them ask for it, or it is never complete.
+
+        Raises:
+            NotImplementedError: this worker is not on the host of its controller.
+        """
+        if self._store is None:
+            raise NotImplementedError(
+                "reductions and process groups between hosts are planned, and this worker is on another host than its "
+                "controller; to_mesh and remote functions work"
+            )
         found = self._groups.get((ranks, device + name))
         if found is None:
             prefix = f"{self._secret}/{device}{name}/{','.join(map(str, ranks))}"
@@ -162,6 +174,23 @@ class Group:
             pieces = [piece[self.rank] for piece in pieces]
         result = functools.reduce(_FOLDS[how], pieces)
         return self._averaged(result) if how == "avg" else result
+
+    def reduce_in_place(self, shard: torch.Tensor | None, reduction: Reduction) -> None:
+        """As `reduce`, into the shard itself, which is unchanged where this raises. Without scatter or stack."""
+        meta, how = reduction.meta, reduction.how
+        dense = meta is dense_meta(meta.shape, meta.dtype, meta.device, meta.offset)
+        if not (dense and how in _NATIVE and meta.dtype in _NATIVE_DTYPES):
+            reduced = self.reduce(shard, reduction)
+            value = reduced.get() if isinstance(reduced, Pending) else reduced
+            if shard is not None:
+                shard.copy_(value)
+            return
+        options = dist.AllreduceOptions()
+        options.reduceOp = _NATIVE[how]
+        whole = self._agree(shard, meta.device)
+        self.backend.allreduce([whole], options).wait()
+        if how == "avg":
+            self._averaged(whole)
 
     def _averaged(self, total: torch.Tensor) -> torch.Tensor:
         rounding = None if total.is_floating_point() or total.is_complex() else "floor"

@@ -47,10 +47,10 @@ def meta_of(tensor: torch.Tensor) -> Meta:
     return _meta(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype, tensor.device)
 
 
-def dense_meta(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Meta:
+def dense_meta(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, offset: int = 0) -> Meta:
     """Of a contiguous tensor."""
     stride, step = [], 1
     for n in reversed(shape):
         stride.append(step)
         step *= max(n, 1)
-    return _meta(tuple(shape), tuple(reversed(stride)), 0, dtype, device)
+    return _meta(tuple(shape), tuple(reversed(stride)), offset, dtype, device)

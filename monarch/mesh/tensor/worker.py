@@ -33,7 +33,7 @@ from monarch.mesh.tensor.commands import (
     Template,
     fill,
 )
-from monarch.mesh.tensor.groups import Groups, MemberFailed, Pending, Reduction, members
+from monarch.mesh.tensor.groups import Groups, Pending, members
 from monarch.mesh.tensor.metadata import Meta, meta_of
 from monarch.mesh.tensor.slots import Slots, slots_here
 
@@ -275,26 +275,23 @@ class Worker(Actor):
         try:
             shard = self._value(ref)
         except Failed as failed:
-            own = failed.failure
+            own = failed.failure  # the others of the group wait for this member all the same
         try:
-            reduced = self._reduced(shard, reduction)
-            if own is not None:
-                self.table[target or result] = own
+            group = self._groups.of(self._peers(reduction.dims), reduction.meta.device.type)
+            if target == ref:
+                group.reduce_in_place(shard, reduction)
                 return
+            reduced = group.reduce(shard, reduction)
+            if own is not None:
+                raise Failed(own)
             if target:
-                value = reduced.get() if isinstance(reduced, Pending) else reduced
-                self._value(target).copy_(value)
-            else:
-                if isinstance(reduced, Pending):
-                    reduced.issued = (self._lane, self._number)
-                self.table[result] = reduced
+                self._value(target).copy_(reduced.get() if isinstance(reduced, Pending) else reduced)
+                return
+            if isinstance(reduced, Pending):
+                reduced.issued = (self._lane, self._number)
+            self.table[result] = reduced
         except Exception as error:
-            failure = own if own is not None and isinstance(error, MemberFailed) else self._failure(error)
-            self.table[target or result] = failure
-
-    def _reduced(self, shard: torch.Tensor | None, reduction: Reduction) -> torch.Tensor | Pending:
-        group = self._groups.of(self._peers(reduction.dims), reduction.meta.device.type)
-        return group.reduce(shard, reduction)
+            self.table[target or result] = own or self._failure(error)
 
     def _send(self, command: Command) -> None:
         _, ref, targets = command

@@ -116,6 +116,20 @@ def test_in_place_and_into_another_tensor(make, procs):
     assert torch.equal(at(view, 0, 1), wanted[0])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bfloat16])
+@pytest.mark.parametrize("how", ["avg", "max"])
+def test_parts_of_a_tensor_are_reduced_in_place_and_nothing_else(make, how, dtype):
+    tensor = make(dtype)
+    tensor[1:3].reduce_("gpus", how)
+    tensor.t()[1:, 3:].reduce_("gpus", how)
+    wanted = shard(0, 0, dtype)
+    both = fold(how, [shard(0, gpu, dtype) for gpu in range(GPUS)])
+    wanted[1:3] = both[1:3]
+    wanted[3:, 1:] = both[3:, 1:]
+
+    assert torch.equal(at(tensor, 0, 0), wanted)
+
+
 def test_what_is_computed_meanwhile_does_not_change_the_result(make):
     tensor = make(torch.float32)
     total = tensor.reduce("gpus")

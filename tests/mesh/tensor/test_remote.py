@@ -164,8 +164,10 @@ def test_a_failure_on_one_rank_is_not_one_of_the_others(procs):
         total = made.reduce("gpus")  # the reducing line
         into = torch.zeros_like(rank)
         made.reduce("gpus", out=into)
+        within = made.clone()
+        within.reduce_("gpus")
         for gpu, reason in enumerate(("another member", "odd")):
-            for each in (total, into):
+            for each in (total, into, within):
                 with pytest.raises(RemoteException, match=reason) as caught:
                     inspect(each, gpus=gpu)
         with pytest.raises(RemoteException) as caught:

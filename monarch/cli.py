@@ -109,6 +109,38 @@ def _parser() -> argparse.ArgumentParser:
     new.add_argument("file", nargs="?", metavar="FILE", help="where to put it; there must be no such file yet")
     new.set_defaults(run=_new_secret)
 
+    apply = commands.add_parser(
+        "apply",
+        help="start the job that a module describes",
+        description="Ask for the hosts of a job, and remember it as the current one, in .monarch/. They are kept until "
+        "`monarch kill`.",
+    )
+    apply.add_argument("job", metavar="MODULE.ATTRIBUTE", help="a job of monarch.job, in a module found from here")
+    apply.set_defaults(run=_apply)
+
+    run = commands.add_parser(
+        "exec",
+        help="run a command on the hosts of a job",
+        description="Run a command on hosts of the current job: in the first process of the first mesh, where nothing "
+        "else is said, with its output here. The status is the largest of all.",
+    )
+    where = run.add_mutually_exclusive_group()
+    where.add_argument("--all", action="store_true", help="in all processes of all meshes, with files for their output")
+    where.add_argument("--one", action="store_true", help="in the first process of the mesh")
+    where.add_argument("--point", type=_sizes, metavar="DIM=N,...", help="in that process of the mesh")
+    run.add_argument("--mesh", metavar="NAME", help="on that mesh: in all its processes, with files for their output")
+    run.add_argument("--per-host", type=_sizes, metavar="DIM=N", help="with so many processes on each host")
+    run.add_argument("-e", "--env", action="append", default=[], metavar="NAME=VALUE", help="with that variable")
+    run.add_argument("--workdir", metavar="DIR", help="in that directory")
+    run.add_argument("--kill", action="store_true", help="end the job afterwards")
+    run.add_argument("--script", metavar="FILE", help="run the bash script in FILE; - for the standard input")
+    run.add_argument("-m", dest="module", metavar="MODULE", help="run a Python module")
+    run.add_argument("words", nargs=argparse.REMAINDER, metavar="COMMAND ...", help="the program, and its arguments")
+    run.set_defaults(run=_exec)
+
+    kill = commands.add_parser("kill", help="end a job", description="End the current job, and give its hosts back.")
+    kill.set_defaults(run=_kill)
+
     debug = commands.add_parser(
         "debug",
         help="debug actors that wait at a breakpoint",
@@ -144,10 +176,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 _PLANNED: Final = {
-    "apply": "start the job that a module describes",
-    "exec": "run a command on the hosts of a job",
     "shell": "a terminal on a host of a job",
-    "kill": "end a job",
     "context": "keep several jobs apart",
 }
 
@@ -209,6 +238,61 @@ def _new_secret(args: argparse.Namespace) -> int:
     if not made:
         print(f"monarch secret new: {args.file} is there already, and stays as it is", file=sys.stderr)
     return 0 if made else 1
+
+
+def _sizes(text: str) -> dict[str, int]:
+    """`gpus=2,x=3`"""
+    sizes: dict[str, int] = {}
+    for each in text.split(","):
+        label, equals, number = each.partition("=")
+        if not label or not equals or not number.isdecimal():
+            raise argparse.ArgumentTypeError(f"{text!r} is not of the form DIM=N,DIM=N")
+        sizes[label] = int(number)
+    return sizes
+
+
+def _apply(args: argparse.Namespace) -> int:
+    commands = import_module("monarch.job.commands")
+    try:
+        job = commands.apply(args.job)
+    except (commands.NoJob, RuntimeError) as error:
+        print(f"monarch apply: {error}", file=sys.stderr)
+        return 1
+    print(f"{args.job} is the current job, with the id {job.apply_id}")
+    return 0
+
+
+def _exec(args: argparse.Namespace) -> int:
+    commands = import_module("monarch.job.commands")
+    words = args.words[1:] if args.words[:1] == ["--"] else args.words
+    try:
+        env = dict(each.split("=", 1) for each in args.env)
+        status: int = commands.execute(
+            commands.command_of(words, args.script, args.module),
+            mesh=args.mesh,
+            everywhere=args.all,
+            one=args.one,
+            point=args.point,
+            per_host=args.per_host,
+            env=env,
+            workdir=args.workdir,
+        )
+        if args.kill:
+            commands.kill()
+    except (commands.NoJob, RuntimeError, ValueError) as error:
+        print(f"monarch exec: {error}", file=sys.stderr)
+        return 1
+    return status
+
+
+def _kill(args: argparse.Namespace) -> int:
+    commands = import_module("monarch.job.commands")
+    try:
+        commands.kill()
+    except (commands.NoJob, RuntimeError) as error:
+        print(f"monarch kill: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def _debug(args: argparse.Namespace) -> int:

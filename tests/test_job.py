@@ -7,11 +7,13 @@ import stat
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from monarch import cli
 from monarch.actor import this_host
 from monarch.job import JobTrait, LocalJob, ProcessJob, SlurmJob, SSHJob, job_load, job_loads
 from monarch.testing import TestClient, fresh_client, wait_until_gone
@@ -168,3 +170,49 @@ def test_without_slurm_a_slurm_job_says_so(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(RuntimeError, match="sbatch is not installed here"):
         job.apply()
     assert not job.active
+
+
+@pytest.fixture
+def commands(tmp_path: Path) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
+    """Runs `monarch` in a folder with a module that describes a job."""
+    (tmp_path / "jobs.py").write_text("from monarch.job import ProcessJob\njob = ProcessJob({'a': 2, 'b': 1})\n")
+
+    def run(*words: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "monarch", *words]
+        return subprocess.run(command, input=text, capture_output=True, text=True, timeout=60, check=False)
+
+    yield run
+    run("kill")
+
+
+@pytest.mark.slow
+def test_the_command_line_applies_uses_and_kills_a_job(commands: Any, tmp_path: Path) -> None:
+    assert "monarch apply" in commands("exec", "true").stderr
+    assert commands("apply", "jobs.job").returncode == 0
+    assert "active; `monarch kill` ends it" in commands("apply", "jobs.job").stderr
+    job = job_load(".monarch/job_state.pkl")
+    assert job.active
+
+    found = commands("exec", "-e", "WORD=salt", "--", "bash", "-c", "echo $WORD $MONARCH_RANK_hosts; exit 3")
+    assert (found.returncode, found.stdout, found.stderr) == (3, "salt 0\n", "")
+    found = commands("exec", "--mesh", "a", "--point", "hosts=1", "--script", "-", text="echo $MONARCH_SIZE_hosts; pwd")
+    assert found.stdout.split() == ["2", str(tmp_path)]
+    found = commands("exec", "--all", "--per-host", "gpus=2", "echo", "hello")
+    assert found.returncode == 0, found.stderr
+    assert len([file for file in Path(".monarch/exec").rglob("*.out") if file.read_text() == "hello\n"]) == 6
+    assert "it has a, b" in commands("exec", "--mesh", "c", "true").stderr
+
+    assert commands("kill").returncode == 0
+    assert not job.active and not os.path.exists(".monarch/job_state.pkl")
+    assert commands("kill").returncode == 1
+
+
+@pytest.mark.parametrize(
+    "words", [("apply", "nonesuch.job"), ("apply", "job"), ("exec",), ("exec", "--point", "x", "true")]
+)
+def test_what_the_command_line_cannot_do_it_says(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        assert cli.main(words) == 1
+    except SystemExit as end:
+        assert end.code == 2
+    assert capsys.readouterr().err.startswith(("monarch ", "usage: "))

@@ -22,6 +22,7 @@ from monarch.job.base import (
     load_current_job,
     set_current_job,
 )
+from monarch.job.execute import exec_command
 from monarch.job.local import LocalJob
 from monarch.job.login import LoginJob, ProcessState, SSHJob
 from monarch.job.process import ProcessJob
@@ -37,6 +38,7 @@ __all__ = [
     "ProcessState",
     "SSHJob",
     "SlurmJob",
+    "exec_command",
     "job_load",
     "job_loads",
     "load_current_job",

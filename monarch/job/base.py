@@ -44,6 +44,11 @@ class JobState:
             raise AttributeError(f"this job has no mesh {name!r}; it has {', '.join(meshes) or 'none'}")
         return meshes[name]
 
+    @property
+    def meshes(self) -> Mapping[str, HostMesh]:
+        """All of them, by name."""
+        return self._meshes
+
     def __repr__(self) -> str:
         return f"<JobState {', '.join(self._meshes)}>"
 
@@ -118,9 +123,13 @@ class JobTrait(ABC):
         self._reused = None
         self._apply(lasting=cached_path is not None)
         if cached_path is not None:
-            self._cache = os.path.abspath(cached_path)
-            self.dump(cached_path)
+            self.remember(cached_path)
         return self._give(self)
+
+    def remember(self, path: str | os.PathLike[str]) -> None:
+        """Put this job into a cache, until it is killed."""
+        self._cache = os.path.abspath(path)
+        self.dump(path)
 
     def _give(self, job: JobTrait) -> JobState:
         state = job._state()
@@ -216,7 +225,7 @@ def set_current_job(name: str) -> None:
         ImportError, AttributeError, TypeError: there is no such job.
     """
     global _current
-    _named(name)
+    named_job(name)
     _current = name
 
 
@@ -227,11 +236,12 @@ def load_current_job() -> JobTrait:
         FileNotFoundError: there is neither.
     """
     if _current is not None:
-        return _named(_current)
+        return named_job(_current)
     return job_load(DEFAULT_JOB_PATH)
 
 
-def _named(name: str) -> JobTrait:
+def named_job(name: str) -> JobTrait:
+    """The job that `module.attribute` names. Raises: ImportError, AttributeError, TypeError."""
     module, dot, attribute = name.rpartition(".")
     if not dot:
         raise ImportError(f"{name!r} names no job: expected MODULE.ATTRIBUTE")

@@ -76,6 +76,7 @@ class _Tenant:
     agent: HostAgent
     client: ProcId
     leaving: bool = False
+    closing: threading.Thread | None = None
     when_gone: list[Callable[[], None]] = field(factory=list)
 
 
@@ -104,6 +105,7 @@ class Worker:
         self._tenants: dict[str, _Tenant] = {}
         self._newcomers: dict[Link, int] = {}
         self._over = False
+        self._lock = threading.Lock()
         self.add_pollable(self._listener.fileno(), self._accept)
         log.info("worker.listening", address=self.url, processes=scheme, reason=choice.reason)
 
@@ -131,11 +133,7 @@ class Worker:
     def close(self) -> None:
         self._listener.close()
         self._starter.close(_ORPHAN_GRACE_S)
-        tenants = list(self._tenants.values())
-        threads = [threading.Thread(target=each.runtime.close, args=(_GOODBYE_S,)) for each in tenants]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
+        for thread in [self._close(tenant) for tenant in list(self._tenants.values())]:
             thread.join(2 * _GOODBYE_S)
         for link in list(self._newcomers):
             link.abort()
@@ -241,14 +239,23 @@ class Worker:
         def gone() -> None:
             for each in tenant.when_gone:
                 each()
-            threading.Thread(target=self._bury, args=(tenant,), name="monarch-leave", daemon=True).start()
+            self._close(tenant)
 
         tenant.agent.end(reason, _ORPHAN_GRACE_S, gone)
 
-    def _bury(self, tenant: _Tenant) -> None:
-        tenant.runtime.close(_GOODBYE_S)
-        self._tenants.pop(str(tenant.runtime.proc_id.uid), None)
-        log.info("client.left", client=str(tenant.client.uid))
+    def _close(self, tenant: _Tenant) -> threading.Thread:
+        """Take leave of a client, once; on a thread, because its driving thread cannot wait for its own end."""
+
+        def close() -> None:
+            tenant.runtime.close(_GOODBYE_S)
+            self._tenants.pop(str(tenant.runtime.proc_id.uid), None)
+            log.info("client.left", client=str(tenant.client.uid))
+
+        with self._lock:
+            if tenant.closing is None:
+                tenant.closing = threading.Thread(target=close, name="monarch-leave", daemon=True)
+                tenant.closing.start()
+            return tenant.closing
 
 
 def serve(address: str, *, until_eof: bool = False, secret_from_stdin: bool = False) -> None:

@@ -148,12 +148,13 @@ def test_addresses_may_be_futures(client: TestClient, workers: list[str]) -> Non
 
 
 def test_shutdown_ends_processes_and_workers(client: TestClient, tmp_path: Path) -> None:
-    with worker(f"ipc://{tmp_path}/w") as served:
+    with worker(f"ipc://{tmp_path}/w", log=tmp_path / "output") as served:
         hosts = attach_to_workers(workers=[served.url])
         pid = hosts.spawn_procs().spawn("w", Worker).pid.call_one().get(LIMIT_S)
         hosts.shutdown().get(LIMIT_S)
         wait_until_gone(pid)
         assert served.process.wait(LIMIT_S) == 0
+        assert (tmp_path / "output").read_text() == ""
         with pytest.raises(RuntimeError, match="HostMesh has already been shut down"):
             hosts.shutdown()
 

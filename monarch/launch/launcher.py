@@ -454,7 +454,9 @@ class Launcher:
                     kill(pid, signal.SIGKILL)
             poll = select.poll()
             poll.register(self._ready.fileno(), select.POLLIN)
-            poll.poll(100)  # another thread that pumps may have taken the event meanwhile
+            events = poll.poll(100)  # another thread that pumps may have taken the event meanwhile
+            if now_s >= deadline_s + _KILL_MARGIN_S or any(event & select.POLLNVAL for _, event in events):
+                break  # the program has closed our descriptors: the guardian sees that and ends, and we cannot see it
             pump()
         pump()
         with self._lock:

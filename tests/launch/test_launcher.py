@@ -731,6 +731,29 @@ signal.pause()
     gone(pids)
 
 
+def test_close_ends_when_the_program_has_closed_every_descriptor(code_folder: Path) -> None:
+    source = f"""
+import os, select, sys
+sys.path.append({str(code_folder)!r})
+from monarch.launch.launcher import Launcher, LaunchSpec
+launcher = Launcher()
+code = b"import signal; signal.pause()"
+child = launcher.launch(LaunchSpec("x", "launched_code:run", code, dict(os.environ)), print)
+while child.pid is None:
+    select.select([launcher], [], [], 10)
+    launcher.pump()
+print(child.pid, launcher._template.pid, launcher._template.guardian, flush=True)
+os.closerange(3, 1024)
+launcher.close()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+
+    assert "Bad file descriptor" in done.stderr
+    gone([int(word) for word in done.stdout.split()])
+
+
 def test_a_driver_that_falls_off_its_end_is_silent_and_leaves_nothing(code_folder: Path, tmp_path: Path) -> None:
     """Also without `close`; and no file, no segment is left."""
     source = f"""

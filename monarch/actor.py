@@ -32,7 +32,7 @@ from monarch.mesh.context import Context, context, current_actor_name, current_r
 from monarch.mesh.controllers import get_or_spawn_controller
 from monarch.mesh.debug_service import debug_controller
 from monarch.mesh.endpoint import Accumulator, Endpoint, as_endpoint, concurrent_endpoint, endpoint, send
-from monarch.mesh.host_mesh import HostMesh, hosts_from_config, this_host, this_proc
+from monarch.mesh.host_mesh import HostMesh, this_host, this_proc
 from monarch.mesh.later import (
     attach,
     get_meter,
@@ -48,6 +48,19 @@ from monarch.mesh.worker import run_worker_loop_forever
 from monarch.supervision.failure import MeshFailure
 
 sys.modules[__name__ + ".config"] = config
+
+
+_demos: list[Any] = []  # the jobs behind `hosts_from_config`, whose workers end with this program
+
+
+def hosts_from_config(name: str) -> HostMesh:
+    """For demonstrations: two workers on this machine, as if they were two hosts. See `monarch.job` for others."""
+    from monarch.job import ProcessJob
+
+    job = ProcessJob({name: 2})
+    _demos.append(job)
+    hosts: HostMesh = getattr(job.state(cached_path=None), name)
+    return hosts
 
 
 def unhandled_fault_hook(failure: MeshFailure) -> Any:

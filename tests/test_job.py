@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from monarch import cli
-from monarch.actor import this_host
+from monarch.actor import hosts_from_config, this_host
 from monarch.job import JobTrait, LocalJob, ProcessJob, SlurmJob, SSHJob, job_load, job_loads
 from monarch.testing import TestClient, fresh_client, wait_until_gone
 from tests.mesh.actors import Worker
@@ -70,6 +70,12 @@ def test_a_job_that_was_applied_is_found_by_another_of_the_same_kind(client: Tes
         assert not first.active and not os.path.exists(".monarch/job_state.pkl")
     finally:
         first.kill()
+
+
+def test_hosts_for_demonstrations(client: TestClient) -> None:
+    hosts = hosts_from_config("demo")
+    assert len(hosts.spawn_procs().spawn("w", Worker).pid.call().get(LIMIT_S)) == 2
+    hosts.shutdown().get(LIMIT_S)
 
 
 def test_a_job_file_that_others_can_write_is_not_loaded() -> None:

@@ -31,7 +31,6 @@ from monarch.actor import (
     ValueMesh,
     attach,
     context,
-    hosts_from_config,
     this_host,
 )
 from monarch.testing.plugin import monarch_client, monarch_settings
@@ -138,7 +137,6 @@ def test_the_running_instance_has_its_members(monarch_client: Any) -> None:
 
 PLANNED: dict[str, Callable[[], Any]] = {
     "attach": lambda: attach("tcp://a:1"),
-    "hosts_from_config": lambda: hosts_from_config("hosts"),
     "sync_workspace": lambda: this_host().sync_workspace("here").send(None),
 }
 

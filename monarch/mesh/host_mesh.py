@@ -366,7 +366,3 @@ def this_host() -> HostMesh:
 def this_proc() -> ProcMesh:
     """The process of the current actor, without dimensions."""
     return context().actor_instance.proc
-
-
-def hosts_from_config(name: str) -> HostMesh:
-    raise NotImplementedError("hosts_from_config needs host workers, which are planned; use this_host()")

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final, NoReturn
 
-from attrs import define, field
+from attrs import define, evolve, field
 
 from monarch.core.address import EVERYWHERE, Place, domain_of
 from monarch.core.envelope import Envelope
@@ -91,7 +91,7 @@ class Worker:
 
     def __init__(self, address: str, secret: bytes | None = None) -> None:
         url = parse(advertised(address))
-        secret = secret if secret is not None else shared_secret(str(url))
+        secret = secret if secret is not None else shared_secret(str(evolve(url.local, bind=None)))
         self._secret = secret
         self._listener = registry.for_url(address).listen(str(url), secret)
         self.url = self._listener.url

@@ -269,6 +269,8 @@ def _refusal_of_worker(url: str, **env: str) -> str:
 
 def test_a_worker_refuses_the_network_without_a_secret(tmp_path: Path) -> None:
     assert "there is no secret that tells friends from strangers" in _refusal_of_worker("tcp://192.0.2.1:1")
+    open_to_all = "tcp://127.0.0.1:1@tcp://0.0.0.0:1"
+    assert "there is no secret that tells friends from strangers" in _refusal_of_worker(open_to_all)
     assert "can be guessed" in _refusal_of_worker("tcp://192.0.2.1:1", MONARCH_SECRET="abc")
     readable = tmp_path / "secret"
     readable.write_text("s" * 64)

@@ -8,6 +8,8 @@ from monarch.errors import NotViable
 from monarch.transports.url import Url, parse, stays_on_host
 
 GOOD = [
+    ("tcp://host:fd7", Url("tcp", "host", fd=7)),
+    ("tcp://a:1@tcp://[::1]:fd12", Url("tcp", "a", 1, bind=Url("tcp", "::1", fd=12))),
     ("tcp://127.0.0.1:80", Url("tcp", "127.0.0.1", 80)),
     ("tcp://host.example:0", Url("tcp", "host.example", 0)),
     ("tcp://[::1]:65535", Url("tcp", "::1", 65535)),
@@ -20,6 +22,9 @@ GOOD = [
 ]
 
 BAD = [
+    ("tcp://*:1", r"\* is no host"),
+    ("tcp://host:fdx", "decimal port"),
+    ("ibverbs://host:fd7", "decimal port"),
     ("host:80", "is no address"),
     ("", "is no address"),
     ("TCP://a:1", "is no address"),

@@ -8,7 +8,7 @@ two tensors and one result is therefore four integers: `(template, a, b, result)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -69,10 +69,10 @@ class Template:
     results: tuple[int, ...]
     mutates: tuple[int, ...]
 
-    def function(self) -> Callable[..., Any]:
+    def function(self) -> Any:
+        """Raises: AttributeError, when this process has no such operator."""
         namespace, name, overload = self.operator
-        found: Callable[..., Any] = getattr(getattr(getattr(torch.ops, namespace), name), overload)
-        return found
+        return getattr(getattr(getattr(torch.ops, namespace), name), overload)
 
 
 @define(frozen=True)

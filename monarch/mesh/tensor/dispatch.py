@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from monarch.mesh.tensor.commands import Hole
@@ -31,7 +32,16 @@ if TYPE_CHECKING:
 _MOST_PLANS: Final = 16384
 _plans: dict[tuple[Any, ...], Plan] = {}
 _DETACH: Final = torch.ops.aten.detach.default
+_FULL: Final = torch.ops.aten.full.default
+_SETTING: Final = frozenset(
+    f"aten::{name}" for name in ("copy_", "fill_", "index_put", "index_put_", "_index_put_impl_")
+)
+"""What assignments to parts of a tensor become."""
 _META: Final = torch.device("meta")
+_RESHAPING: Final = frozenset(
+    f"aten::{name}_" for name in ("as_strided", "squeeze", "swapaxes", "swapdims", "t", "transpose", "unsqueeze")
+)
+"""Operators that change the shape of a tensor in place, and nothing else."""
 
 
 class _Active(threading.local):
@@ -133,8 +143,8 @@ def plain_torch() -> Iterator[None]:
 # ---- the way of an operator
 
 
-def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Issue an operator; returns handles for its results."""
+def dispatch(func: Any, args: Any, kwargs: dict[str, Any], where: Place | None = None) -> Any:
+    """Issue an operator; returns handles for its results. A factory makes them on the active mesh, or `where`."""
     key: list[Any] = [id(func)]  # which has a slow hash; the plan keeps it alive
     refs: list[Ref] = []
     varying: list[float] = []
@@ -144,9 +154,9 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         key.append(name)
         _survey((value,), key, refs, varying, tensors)
     if not refs:
-        if tensors or not _makes_tensors(func) or _stays_here(kwargs):
+        if tensors or (where is None and (not _makes_tensors(func) or _stays_here(kwargs))):
             return func(*args, **kwargs)
-        place = active_place()
+        place = where or active_place()
         key += (torch.get_default_dtype(), *varying)
         varying = []
     else:
@@ -156,11 +166,18 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             if ref.place is not place or ref.dropped is not None or ref.base is not None or ref.borrowed:
                 suspect = True
         if suspect:
+            if len(refs) != len(tensors) and func._schema.name in _SETTING:
+                args = _lift_numbers(args, place)
+                tensors = [each for each in pytree.tree_leaves(args) if isinstance(each, torch.Tensor)]
+                if all(type(each) is Tensor for each in tensors):
+                    return dispatch(func, args, kwargs)
             refuse_wrong(func, tensors)
         if func is _DETACH:
             return Tensor(refs[0])
     found = _plans.get(tuple(key))
     if found is None:
+        if func._schema.name in _RESHAPING and refs:
+            return _reshape(func, args, kwargs)
         found = _planned(tuple(key), func, args, kwargs, refs, varying)
     if found.mutates:
         for at in found.mutates:
@@ -216,6 +233,28 @@ def _survey(
         else:
             key.append(kind)
             key.append(arg)
+
+
+def _lift_numbers(args: Any, place: Place) -> Any:
+    """Of `x[...] = 2` torch makes a local tensor of 2, which becomes one of the workers."""
+
+    def lifted(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or type(value) is Tensor or value.dim() or value.requires_grad:
+            return value
+        return dispatch(_FULL, ([], value.item()), {"dtype": value.dtype}, place)
+
+    return pytree.tree_map(lifted, args)
+
+
+def _reshape(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
+    """The handle becomes one of a view: the workers' tensor may have other handles, which keep their shape."""
+    name = func._schema.name.removeprefix("aten::").removesuffix("_")
+    view = getattr(torch.ops.aten, name)(*args, **kwargs)
+    handle: Tensor = args[0]
+    with no_dispatch():
+        func(*args, **kwargs)  # the shape of the handle itself
+    handle._ref = view._ref
+    return handle
 
 
 @functools.cache

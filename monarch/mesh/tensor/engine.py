@@ -198,6 +198,7 @@ class Engine:
         interop.install()
         _engines.add(self)
         self.root = root
+        self.owner = context().actor_instance
         self.ranks = {proc.key: rank for rank, proc in enumerate(root._procs)}  # by process
         self.depots: ActorMesh[Any] = root.spawn("tensor_depots", Depot)  # type: ignore[assignment]
         self.workers: ActorMesh[Any] = root.spawn("tensor_workers", Worker, self.depots, os.getpid())  # type: ignore[assignment]
@@ -383,12 +384,14 @@ def forget_templates() -> None:
 
 
 def engine_of(mesh: ProcMesh) -> Engine:
-    """The engine of the mesh that `mesh` is a view of; its workers are spawned by the first call."""
+    """The engine of the mesh that `mesh` is a view of, for the current actor; the first call spawns its workers."""
     root: Any = mesh._root
     engine: Engine | None = root._engine
     if engine is None:
         root._refuse_stopped()
-        engine = root._engine = Engine(root)
+        owner = context().actor_instance
+        same = (each for each in _engines if each.owner is owner and each.root == root and each.lost is None)
+        engine = root._engine = next(same, None) or Engine(root)
     return engine
 
 

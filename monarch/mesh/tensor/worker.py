@@ -60,7 +60,8 @@ class _Operator:
         self.function = template.function()
         self.holes = template.holes
         self.results = template.results
-        self.only_new = template.results == (NEW,)
+        returns = self.function._schema.returns
+        self.only_new = template.results == (NEW,) and str(returns[0].type) == "Tensor"  # and no list of one
         nested = (list, tuple)
         self.flat = not any(isinstance(each, nested) for each in (*template.args, *template.kwargs.values()))
 
@@ -86,7 +87,6 @@ class Worker(Actor):
     """
 
     def __init__(self, depots: ActorMesh[Any], controller: int) -> None:
-        torch.set_grad_enabled(False)  # of this thread
         if os.getpid() != controller and "OMP_NUM_THREADS" not in os.environ:
             # The processes share the cores: more threads than these wait for each other, busily.
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // len(depots)))
@@ -232,9 +232,7 @@ class Worker(Actor):
         _, function, parts, refs, first, metas = command
         try:
             args, kwargs = self._arguments(parts, refs)
-            with torch.enable_grad():
-                result = self._get(function)(*args, **kwargs)
-            self._set_results(result, first, metas)
+            self._set_results(self._get(function)(*args, **kwargs), first, metas)
         except Exception as error:
             self._fail(error, first, len(metas))
 
@@ -390,8 +388,7 @@ class Worker(Actor):
             args, kwargs = self._arguments(parts, refs)
         except Failed as failed:
             return failed.failure
-        with torch.enable_grad():
-            return (resolve(function)(*args, **kwargs),)
+        return (resolve(function)(*args, **kwargs),)
 
     @endpoint
     def holds(self) -> int:

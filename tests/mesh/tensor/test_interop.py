@@ -7,7 +7,7 @@ import torch
 
 import monarch
 from monarch import inspect
-from monarch.actor import Actor, ActorError, endpoint
+from monarch.actor import Actor, ActorError, ProcMesh, endpoint, this_proc
 
 
 class Keeper(Actor):
@@ -88,6 +88,30 @@ def test_a_tensor_that_could_not_be_computed_fails_the_call(procs, keepers):
         bad = monarch.remote(fail, propagate=lambda x: x)(torch.ones(1))
         with pytest.raises(ActorError, match="spilt"):
             keepers.note.call(bad).get(10)
+
+
+class Trainer(Actor):
+    @endpoint
+    def train(self, procs: ProcMesh) -> float:
+        with procs.activate():
+            x = torch.ones(2) + procs.rank_tensor("gpus")
+            total = x.reduce("gpus").sum()
+        return float(inspect(total, hosts=1))
+
+
+def test_an_actor_can_be_the_controller(procs):
+    trainer = this_proc().spawn("trainer", Trainer)
+
+    assert trainer.train.call_one(procs).get(20) == 6
+    trainer.stop().get(10)
+
+
+def test_this_process_is_a_mesh_too(procs):
+    with this_proc().activate():
+        x = torch.ones(2)
+    with this_proc().activate():
+        assert inspect(x + torch.ones(2)).tolist() == [2, 2]
+        assert int(inspect(x.reduce().sum())) == 2
 
 
 def test_what_cannot_be_is_refused(procs, keepers):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -88,17 +89,36 @@ def test_views_share_memory_and_writes_show_through_them(procs):
     assert all(same(*pair) for pair in zip(found, [plain, row, turned, part], strict=True))
 
 
+def test_a_shape_is_changed_in_place_for_one_handle(procs):
+    with procs.activate():
+        base = torch.arange(6).view(2, 3)
+        other = base.detach()
+        turned = base.t_().unsqueeze_(0)
+        turned[0, 0, 0] = 9
+        assert turned is base
+        assert (base.shape, base.stride(), other.shape) == ((1, 3, 2), (3, 1, 3), (2, 3))
+        found = inspect([base, other])
+        found.append(inspect(base.squeeze_(0)))
+
+    assert [each.tolist() for each in found] == [
+        [[[9, 3], [1, 4], [2, 5]]],
+        [[9, 1, 2], [3, 4, 5]],
+        [[9, 3], [1, 4], [2, 5]],
+    ]
+
+
 def test_operators_with_lists_and_several_results(procs):
     with procs.activate():
         base = torch.arange(12).view(3, 4) + procs.rank_tensor("gpus")
         top, where = base.max(dim=1)
         first, second = base.split(2, dim=1)
-        joined = torch.cat([second, first], dim=1)
+        (whole,) = base.split(9)
+        joined = torch.cat([second, first, whole], dim=1)
         found = inspect([top, where, joined, torch.stack([top, where])], gpus=1)
 
     base = torch.arange(12).view(3, 4) + 1
     top, where = base.max(dim=1)
-    wanted = [top, where, torch.cat([base[:, 2:], base[:, :2]], dim=1), torch.stack([top, where])]
+    wanted = [top, where, torch.cat([base[:, 2:], base[:, :2], base], dim=1), torch.stack([top, where])]
     assert all(same(*pair) for pair in zip(found, wanted, strict=True))
 
 
@@ -220,7 +240,7 @@ def test_what_is_not_known_here_is_refused_by_name(procs):
         with pytest.raises(NotImplementedError, match="depends on elements"):
             ones.nonzero()
         with pytest.raises(NotImplementedError, match="in place"):
-            ones.unsqueeze_(0)
+            ones.resize_(2)
         with pytest.raises(RuntimeError, match=r"shape|size"):
             ones.view(3)
         with pytest.raises(TypeError, match="Generator"):
@@ -340,3 +360,51 @@ def test_a_future_of_a_shard_can_be_awaited_by_coordinates(procs):
     assert [int(each.result(10)) for each in futures] == [0, 1]
     assert int(fetch_shard({"a": rank}, shard={"gpus": 1}).result(10)["a"]) == 1
     assert fetch_shard(3).result() == 3
+
+
+def test_parts_of_a_tensor_are_assigned_to(procs):
+    def assign(base: Any) -> Any:
+        base[0] = 7
+        base[1, 1:] = base[0, 1:] * 2
+        base[base > 10] = -1.5
+        base[:, torch.arange(1)] = 0
+        return base
+
+    with procs.activate():
+        found = inspect(assign(torch.ones(3, 3)))
+        with pytest.raises(TypeError, match="LOCAL_TENSOR"):
+            torch.ones(2)[:] = torch.tensor([1.0, 2.0])
+
+    assert torch.equal(found, assign(torch.ones(3, 3)))
+
+
+@pytest.mark.parametrize("kind", ["convolution", "attention", "recurrent"])
+def test_larger_modules_are_trained_as_in_one_process(procs, kind):
+    nn = torch.nn
+    nets: dict[str, Callable[[], Any]] = {
+        "convolution": lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.MaxPool2d(2)),
+        "attention": lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True),
+        "recurrent": lambda: nn.LSTM(4, 3, batch_first=True),
+    }
+    shape = {"convolution": (2, 1, 6, 6), "attention": (2, 3, 4), "recurrent": (2, 3, 4)}[kind]
+
+    def train() -> Any:
+        net = nets[kind]()
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.copy_(torch.linspace(-0.5, 0.5, parameter.numel()).view(parameter.shape))
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+        x = torch.linspace(-1, 1, math.prod(shape)).view(shape)
+        for _ in range(2):
+            y = net(x)
+            y = y[0] if isinstance(y, tuple) else y
+            optimizer.zero_grad()
+            (y**2).mean().backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+            optimizer.step()
+        return y.detach()
+
+    with procs.activate():
+        found = inspect(train())
+
+    assert torch.allclose(found, train(), atol=1e-5)

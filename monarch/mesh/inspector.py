@@ -88,10 +88,11 @@ def _actor(instance: ActorInstance, threads: dict[int, Stack] | None) -> Actor:
 
 
 class Collector:
-    """Asks all processes of a program. Lives in its client's process."""
+    """Asks all processes of a program on one host, and the collectors of the hosts that the client has attached to.
+    Lives where the agent of the host does; `name` is that process, for people."""
 
-    def __init__(self, runtime: MeshProc, agent: HostAgent) -> None:
-        self._runtime, self._agent = runtime, agent
+    def __init__(self, runtime: MeshProc, agent: HostAgent, name: str = "client") -> None:
+        self._runtime, self._agent, self._name = runtime, agent, name
         runtime.handlers["snapshot"] = self._on_snapshot
 
     def _on_snapshot(self, envelope: Envelope, with_stacks: bool, only: Collection[int] | None) -> None:
@@ -111,6 +112,8 @@ class Collector:
         """
         runtime = self._runtime
         key = runtime.key
+        deadline_s = time.monotonic() + LIMIT_S
+        elsewhere = self._ask_elsewhere(with_stacks, only)
         residents = self._agent.residents()
         wanted = {key, *(each.proc.key for each in residents)} if only is None else set(only)
         alive = {each.proc.key: runtime.request(each.proc, "alive") for each in residents}
@@ -131,7 +134,7 @@ class Collector:
 
         processes: list[Process] = []
         if key in wanted:
-            client = Process("client", os.getpid(), ProcessState.UP, "", linux.memory_bytes(os.getpid()))
+            client = Process(self._name, os.getpid(), ProcessState.UP, "", linux.memory_bytes(os.getpid()))
             processes.append(_answered(client, own, restarts))
         for each in left:
             process, answer = _resident(each), answers.get(each.proc.key)
@@ -141,7 +144,25 @@ class Collector:
                 processes.append(evolve(process, note="it is too busy to say more"))
             else:
                 processes.append(_unanswered(process, dumps))
-        return Snapshot(_program(), os.getpid(), (Host(socket.gethostname(), tuple(processes)),), with_stacks)
+        hosts = [Host(socket.gethostname(), tuple(processes)), *_hosts_of(elsewhere, deadline_s)]
+        return Snapshot(_program(), os.getpid(), tuple(hosts), with_stacks)
+
+    def _ask_elsewhere(self, with_stacks: bool, only: Collection[int] | None) -> list[Future[tuple[Any, ...]]]:
+        peers = [peer for peer in list(self._runtime.gateway.peers.values()) if peer.attach_limit_s]
+        up = [peer.proc for peer in peers if peer.down is None and peer.pid]
+        return [self._runtime.request(host, "snapshot", with_stacks, only) for host in up]
+
+
+def _hosts_of(asked: list[Future[tuple[Any, ...]]], deadline_s: float) -> list[Host]:
+    """What is there in time; hosts of which nothing was wanted are left out."""
+    found: list[Host] = []
+    for future in asked:
+        try:
+            (snapshot,) = future.get(max(deadline_s - time.monotonic(), 0.0))
+        except (PeerGone, TimeoutError):
+            continue
+        found += [host for host in snapshot.hosts if host.processes]
+    return found
 
 
 def _is_silent(alive: Future[Any]) -> bool:

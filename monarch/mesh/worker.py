@@ -28,6 +28,7 @@ from monarch.errors import ProtocolError, TransportError
 from monarch.launch.launcher import Exit
 from monarch.log import get_logger, show_what_was_asked_for
 from monarch.mesh.host import Boot, HostAgent, LaunchRequest, ProcessStarter
+from monarch.mesh.inspector import Collector
 from monarch.mesh.mesh_proc import MeshProc
 from monarch.mesh.network import advertised, beside
 from monarch.mesh.trust import good, shared_secret
@@ -205,6 +206,7 @@ class Worker:
         gateway.ways.secrets[self._place.domain] = self._secret
         gateway.answer_at(self._place)
         agent = HostAgent(runtime, _Shared(self._starter), registry.any_address(scheme))
+        Collector(runtime, agent, "worker")
         tenant = self._tenants[str(uid)] = _Tenant(runtime, agent, client)
 
         def on_gone(key: int, down: Down) -> None:

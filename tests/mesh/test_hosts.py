@@ -20,6 +20,7 @@ from monarch.actor import Actor, HostMesh, SupervisionError, attach_to_workers, 
 from monarch.config import configured
 from monarch.core import protocol, settings
 from monarch.core.future import Future
+from monarch.debug import ps
 from monarch.testing import TestClient, fresh_client, wait_until_gone
 from tests.mesh.actors import Worker
 from tests.mesh.workers import worker
@@ -130,6 +131,16 @@ def test_a_stopped_mesh_leaves_other_meshes_on_the_same_workers_alone(client: Te
     with pytest.raises(SupervisionError, match="stopped"):
         first.pid.call().get(LIMIT_S)
     assert len(attach_to_workers(workers=workers).spawn_procs().spawn("w", Worker).pid.call().get(LIMIT_S)) == 2
+
+
+def test_what_processes_of_all_hosts_do_is_seen(hosts: HostMesh) -> None:
+    there = hosts.spawn_procs().spawn("there", Worker)
+    pids = set(there.pid.call().get(LIMIT_S).values())
+    shown = ps()
+    assert [host.processes[0].name for host in shown.hosts] == ["client", "worker", "worker"]
+    seen = {process.pid: process for host in shown.hosts for process in host.processes}
+    names = sorted(actor.name for pid in pids for actor in seen[pid].actors)
+    assert names == ["there{'hosts': 0/2}", "there{'hosts': 1/2}"]
 
 
 def test_views_and_references_of_hosts_cannot_be_shut_down(hosts: HostMesh) -> None:

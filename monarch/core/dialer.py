@@ -52,6 +52,7 @@ class Dialing:
     """The tries to reach one peer, until one succeeds or the last has failed; `Peer.dialing` while they go on."""
 
     peer: Peer
+    limit_s: float
     deadline_s: float
     pause_s: float = _PAUSE_FIRST_S
 
@@ -95,7 +96,7 @@ class Dialer:
             if peer.dialing is not None or peer.state in (State.UP, State.GONE) or self._closed:
                 return
             limit_s = peer.attach_limit_s if peer.is_new_host else self._limit_s
-            dialing = peer.dialing = Dialing(peer, time.monotonic() + limit_s)
+            dialing = peer.dialing = Dialing(peer, limit_s, time.monotonic() + limit_s)
         self._find(dialing)
 
     def close(self) -> None:
@@ -177,7 +178,7 @@ class Dialer:
 
     def _silent(self, dialing: Dialing, address: str, trouble: str) -> None:
         if url.stays_on_host(address) or dialing.peer.proc.keeper is not None:
-            dialing.deadline_s = time.monotonic() + self._limit_s
+            dialing.deadline_s = time.monotonic() + dialing.limit_s
             self._pause(dialing)
         else:
             self._try_again(dialing, trouble)
@@ -186,8 +187,7 @@ class Dialer:
         if time.monotonic() < dialing.deadline_s:
             self._pause(dialing)
         else:
-            limit_s = dialing.peer.attach_limit_s or self._limit_s
-            text = f"process {dialing.peer.proc.uid} could not be reached for {limit_s:g} s: {trouble}"
+            text = f"process {dialing.peer.proc.uid} could not be reached for {dialing.limit_s:g} s: {trouble}"
             self._end(dialing, self._unreachable(dialing.peer, text))
 
     def _pause(self, dialing: Dialing) -> None:

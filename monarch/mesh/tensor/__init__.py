@@ -12,7 +12,8 @@ to a *worker* actor on each process, which holds the shards by their numbers. No
 | `engine` | numbering, batching, how far the controller may run ahead, and what becomes of failures |
 | `commands` | the words that controller and workers have in common |
 | `worker`, `groups`, `slots` | running commands; collectives; values that threads and processes hand over |
-| `remote`, `fetch`, `collectives`, `streams`, `graphs`, `gradients`, `interop` | what users call |
+| `remote`, `fetch`, `collectives`, `streams`, `graphs`, `gradients`, `opaque`, `builtins` | what users call |
+| `interop` | tensors as arguments and results of actors' endpoints |
 """
 
 try:

@@ -33,8 +33,6 @@ from monarch.mesh.shape import Region
 from monarch.mesh.tensor.commands import Failure, Function, Meeting, Op, Template, View
 from monarch.mesh.tensor.errors import DeviceException, RemoteException, Stack, format_stack, stack_of
 from monarch.mesh.tensor.groups import dist
-from monarch.mesh.tensor.handle import Ref, Tensor
-from monarch.mesh.tensor.metadata import Meta
 from monarch.mesh.tensor.slots import Depot
 from monarch.mesh.tensor.worker import Worker
 
@@ -75,7 +73,7 @@ class Lane:
 
     def __init__(self, engine: Engine, number: int, mesh: ProcMesh) -> None:
         self.engine, self.number, self.mesh = engine, number, mesh
-        self.region = region = engine.place_of(mesh)
+        self.region = region = engine.region_of(mesh)
         self.ranks = tuple(region._slice)  # of the workers
         workers = engine.workers._with_region(region)
         self.workers: ActorMesh[Any] = workers
@@ -217,7 +215,7 @@ class Engine:
         self._store: Any = None
         self._meeting: Meeting | None = None
 
-    def place_of(self, mesh: ProcMesh) -> Region:
+    def region_of(self, mesh: ProcMesh) -> Region:
         """The region of the actor meshes of this engine, whose ranks count from 0, that a view of the root means."""
         from monarch.mesh.slice import Slice
 
@@ -250,14 +248,21 @@ class Engine:
             next(self._numbers)
         return first
 
-    def result(self, place: Place, meta: Meta, number: int) -> Tensor:
-        return Tensor(Ref(number, place, meta))
-
     def flush(self) -> None:
         """Send all commands that wait."""
         for lane in self.lanes.values():
             if lane.commands or lane.freed:
                 lane.flush()
+
+    def flush_to_ask(self) -> None:
+        """As `flush`, before something is fetched.
+
+        Raises:
+            NotImplementedError: inside a coalescing block.
+        """
+        if self.coalescing:
+            raise NotImplementedError("fetching inside a coalescing block, or a compiled function: fetch after it")
+        self.flush()
 
     @contextmanager
     def coalesced(self) -> Iterator[None]:

@@ -51,10 +51,8 @@ def fetch_shard(
         refuse_wrong("fetch_shard", tensors)
     lane = tensors[0]._ref.place.lane
     engine = lane.engine
-    if engine.coalescing:
-        raise NotImplementedError("fetching inside a coalescing block: fetch after it")
     worker = worker_of(lane, shard, coordinates)
-    engine.flush()
+    engine.flush_to_ask()
 
     def arrange(answer: Any) -> Any:
         for at, value in zip(places, engine.value(answer), strict=True):

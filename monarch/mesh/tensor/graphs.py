@@ -14,8 +14,7 @@ from torch.utils import _pytree as pytree
 from monarch.mesh.tensor.commands import NEW, Graph, Op
 from monarch.mesh.tensor.dispatch import active_place, refuse_wrong
 from monarch.mesh.tensor.engine import Lane, Place, here, next_number
-from monarch.mesh.tensor.handle import Ref, Tensor
-from monarch.mesh.tensor.metadata import Meta
+from monarch.mesh.tensor.handle import Ref, Tensor, handles
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -155,20 +154,14 @@ def _record(function: Any, args: Any, kwargs: Any, place: Place, tensors: list[T
 def _replay(found: _Recorded, place: Place, tensors: list[Tensor]) -> Any:
     lane = place.lane
     lane.define(found.number, found.graph)
-    first = number = lane.engine.new(len(found.graph.outputs)) if found.graph.outputs else 0
+    first = lane.engine.new(len(found.graph.outputs)) if found.graph.outputs else 0
     distinct = _distinct(tensors)
     now = dict(zip(found.arguments, distinct, strict=True))
     refs = (*(tensor._ref.number for tensor in distinct), *(ref.number for ref in found.captured))
     lane.append((int(Op.REPLAY), found.number, refs, first), here(3))
-    leaves = []
-    for each in found.results:
-        if isinstance(each, Meta):
-            each = Tensor(Ref(number, place, each))
-            number += 1
-        elif type(each) is Tensor:
-            each = now.get(each._ref.number, each)  # an argument that it returned
-        leaves.append(each)
-    return pytree.tree_unflatten(leaves, found.spec)
+    # An argument that it returned is the one of now.
+    leaves = [now.get(each._ref.number, each) if type(each) is Tensor else each for each in found.results]
+    return pytree.tree_unflatten(handles(leaves, place, first), found.spec)
 
 
 def _distinct(tensors: list[Tensor]) -> list[Tensor]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -189,3 +190,9 @@ class Tensor(torch.Tensor):
             f"{self!r} stays with its controller; it can be an argument of a remote function, or of an endpoint of "
             "actors on its mesh. Values travel by fetch_shard"
         )
+
+
+def handles(leaves: Iterable[Any], place: Place, first: int) -> list[Any]:
+    """`leaves` with a tensor for each Meta, numbered from `first` on."""
+    numbers = itertools.count(first)
+    return [Tensor(Ref(next(numbers), place, leaf)) if isinstance(leaf, Meta) else leaf for leaf in leaves]

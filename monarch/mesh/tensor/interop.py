@@ -26,7 +26,7 @@ from monarch.mesh.port import FailFastReply
 from monarch.mesh.tensor.commands import Failure, Op
 from monarch.mesh.tensor.dispatch import active_mesh, active_place, refuse_wrong
 from monarch.mesh.tensor.engine import Lane, here
-from monarch.mesh.tensor.handle import Ref, Tensor
+from monarch.mesh.tensor.handle import Tensor, handles
 from monarch.mesh.tensor.metadata import Meta
 from monarch.mesh.tensor.remote import lift
 from monarch.mesh.tensor.slots import slots_here
@@ -141,9 +141,7 @@ def rref(endpoint: Endpoint[Any, Any], args: Any, kwargs: Any) -> Any:
     first = lane.engine.new(len(metas)) if metas else 0
     lane.append((int(Op.TAKE), slot, first, metas), here(3))
     lane.flush()
-    numbers = iter(range(first, first + len(metas)))
-    made = [Tensor(Ref(next(numbers), place, leaf)) if isinstance(leaf, Meta) else leaf for leaf in leaves]
-    return pytree.tree_unflatten(made, tree)
+    return pytree.tree_unflatten(handles(leaves, place, first), tree)
 
 
 def _tell_of_failure(lane: Lane, slot: int, reply: FailFastReply[None]) -> None:

@@ -18,9 +18,9 @@ from monarch.mesh.endpoint import Propagator
 from monarch.mesh.shape import Point
 from monarch.mesh.tensor.commands import Function, Hole, Op
 from monarch.mesh.tensor.dispatch import active_place, plain_torch, refuse_wrong
-from monarch.mesh.tensor.engine import Engine, Lane, here
+from monarch.mesh.tensor.engine import Engine, Lane, Place, here
 from monarch.mesh.tensor.fetch import worker_of
-from monarch.mesh.tensor.handle import Ref, Tensor
+from monarch.mesh.tensor.handle import Tensor, handles
 from monarch.mesh.tensor.metadata import Meta
 from monarch.mesh.tensor.worker import propagated
 from monarch.mesh.value_mesh import ValueMesh
@@ -101,9 +101,7 @@ class Remote(Generic[P, R]):
         lane.append((int(Op.CALL), number, [bytes(part) for part in parts], refs, first, metas), here(depth))
         if not engine.coalescing:
             lane.flush()  # it may do more than return something
-        numbers = iter(range(first, first + len(metas)))
-        made = [Tensor(Ref(next(numbers), place, leaf)) if isinstance(leaf, Meta) else leaf for leaf in leaves]
-        return pytree.tree_unflatten(made, spec)
+        return pytree.tree_unflatten(handles(leaves, place, first), spec)
 
     def _result(self, lane: Lane, function: Function, parts: Any, call: Any, metas: list[Meta]) -> Any:
         """What it returns, with a Meta for each tensor."""
@@ -132,20 +130,20 @@ class Remote(Generic[P, R]):
 
     # ---- as endpoints are called
 
-    def _prepared(self, args: Any, kwargs: Any) -> tuple[Engine, Lane, tuple[Any, ...]]:
-        tensors, call = lift(self._name, args, kwargs, place := active_place())
-        engine = place.lane.engine
-        if engine.coalescing:
-            raise NotImplementedError("fetching inside a coalescing block: fetch after it")
-        engine.flush()
+    def _prepared(self, args: Any, kwargs: Any, place: Place | None) -> tuple[Engine, Lane, tuple[Any, ...]]:
+        """The arguments of `Worker.run`. Without `place`, on the mesh of the tensors, or the active one."""
+        tensors, call = lift(self._name, args, kwargs, place)
+        lane = (place or (tensors[0]._ref.place if tensors else active_place())).lane
+        engine = lane.engine
+        engine.flush_to_ask()
         with plain_torch():
             parts = [bytes(part) for part in codec.encode(call)]
         _, function = engine.function(self._function)
-        return engine, place.lane, (function, parts, [tensor._ref.number for tensor in tensors])
+        return engine, lane, (function, parts, [tensor._ref.number for tensor in tensors])
 
     def call(self, *args: P.args, **kwargs: P.kwargs) -> Future[ValueMesh[R]]:
         """Run on every worker of the active mesh; the values come back."""
-        engine, lane, call = self._prepared(args, kwargs)
+        engine, lane, call = self._prepared(args, kwargs, active_place())
 
         def values(answers: ValueMesh[Any]) -> ValueMesh[R]:
             return ValueMesh(answers.extent, [engine.value(answer)[0] for answer in answers.values()])
@@ -154,12 +152,12 @@ class Remote(Generic[P, R]):
 
     def call_one(self, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Run on the only worker of the active mesh. Raises: ValueError, when it has more."""
-        engine, lane, call = self._prepared(args, kwargs)
+        engine, lane, call = self._prepared(args, kwargs, active_place())
         return engine.ask(lane.workers.run.call_one(*call), lambda answer: engine.value(answer)[0])
 
     def choose(self, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Run on a worker drawn at random."""
-        engine, lane, call = self._prepared(args, kwargs)
+        engine, lane, call = self._prepared(args, kwargs, active_place())
         rank = random.randrange(len(lane.ranks))
         return self._on_one(engine, lane.workers.slice(**lane_point(lane, rank)), call)
 
@@ -168,13 +166,13 @@ class Remote(Generic[P, R]):
 
     def stream(self, *args: P.args, **kwargs: P.kwargs) -> Iterator[Future[R]]:
         """Run on every worker; the i-th future is the i-th value to arrive."""
-        engine, lane, call = self._prepared(args, kwargs)
+        engine, lane, call = self._prepared(args, kwargs, active_place())
         futures = lane.workers.run.stream(*call)
         return iter([engine.ask(each, lambda answer: engine.value(answer)[0]) for each in futures])
 
     def broadcast(self, *args: P.args, **kwargs: P.kwargs) -> None:
         """Run on every worker, and drop the values; what it raises is dropped too."""
-        _, lane, call = self._prepared(args, kwargs)
+        _, lane, call = self._prepared(args, kwargs, active_place())
         lane.workers.run.call_settled(*call)
 
     def __repr__(self) -> str:
@@ -213,14 +211,5 @@ def call_on_shard_and_fetch(
         shard: coordinates of the worker; the first where not given.
     """
     each = function if isinstance(function, Remote) else Remote(function)
-    tensors, call = lift(each._name, args, kwargs, None)
-    lane = tensors[0]._ref.place.lane if tensors else active_place().lane
-    engine = lane.engine
-    if engine.coalescing:
-        raise NotImplementedError("fetching inside a coalescing block: fetch after it")
-    engine.flush()
-    with plain_torch():
-        parts = [bytes(part) for part in codec.encode(call)]
-    _, wire = engine.function(each._function)
-    worker = worker_of(lane, shard, {})
-    return each._on_one(engine, worker, (wire, parts, [tensor._ref.number for tensor in tensors]))
+    engine, lane, call = each._prepared(args, kwargs, None)
+    return each._on_one(engine, worker_of(lane, shard, {}), call)

@@ -33,7 +33,7 @@ from cloudpickle import cloudpickle as _cloudpickle
 from monarch.core import settings, tensors
 from monarch.core.tensors import HOLE, OUT_OF_BAND_BYTES, Outbox, Reducer
 from monarch.transports import memory
-from monarch.transports.base import Buffer
+from monarch.transports.base import Buffer, Missing
 
 Allocate = Callable[[int], memoryview]
 """Gives `n` writable bytes that nobody else uses; `encode` fills them. May be memory that a transport shares."""
@@ -104,11 +104,18 @@ def decode(parts: Sequence[Buffer]) -> Any:
     """What `encode` was given. Takes ownership of `parts`: arrays and tensors are built over them, not copied.
 
     Raises:
+        MemoryError: there was none for a part of the message when it arrived.
         Exception: whatever unpickling raises; the code of users runs here.
     """
+    if Missing in map(type, parts):
+        raise MemoryError(f"no memory for the {sum(map(_size_of, parts))} bytes of a message")
     if len(parts) == 1:
         return pickle.loads(parts[0])
     return _Unpickler(parts).load()
+
+
+def _size_of(part: Buffer) -> int:
+    return part.size_bytes if isinstance(part, Missing) else len(part)
 
 
 def private_parts(parts: Sequence[Buffer]) -> list[Buffer]:

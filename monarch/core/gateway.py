@@ -40,7 +40,7 @@ from monarch.core.router import DELIVER, Bounce, Forward, route
 from monarch.core.ways import Ways
 from monarch.errors import LinkClosed, MonarchError, ProtocolError, TransportError
 from monarch.log import get_logger
-from monarch.transports.base import Frame, Link, Listener, Transport
+from monarch.transports.base import Frame, Link, Listener, Missing, Transport
 
 log = get_logger("monarch.gateway")
 
@@ -361,7 +361,9 @@ class Gateway:
             self._deliver(envelope)
         elif isinstance(step, Forward):
             envelope.ttl -= 1
-            down = self.send(envelope)
+            lacking = Missing in map(type, envelope.parts)
+            text = f"process {self.proc.uid}, which relays it, has no memory for the message"
+            down = Down("failed", text) if lacking else self.send(envelope)
             if down is not None:
                 self._bounce(envelope, down)
         elif isinstance(step, Bounce):

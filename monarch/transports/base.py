@@ -15,6 +15,20 @@ from attrs import define
 Buffer = bytes | bytearray | memoryview
 """Contiguous bytes. `memoryview`s are one-dimensional, of format B."""
 
+
+class Missing(bytes):
+    """Stands, empty, for a part of `size_bytes` that arrived where there was no memory for it. The frame arrives all
+    the same, so that those behind it do; who decodes the message says what it lacks."""
+
+    size_bytes: int
+
+    @classmethod
+    def of(cls, size_bytes: int) -> Missing:
+        self = cls()
+        self.size_bytes = size_bytes
+        return self
+
+
 Frame = list[Buffer]
 """What a link delivers whole: the buffers (parts) it was gathered from, with their edges kept."""
 

@@ -21,12 +21,13 @@ from typing import Final
 from attrs import define, field
 
 from monarch.errors import RemoteProtocolError
-from monarch.transports.base import Buffer, Frame
+from monarch.transports.base import Buffer, Frame, Missing
 
 BIG_BYTES: Final = 64 << 10
 """From here on a part gets memory of its own, which the receiver may write to."""
 
 MAX_PARTS: Final = 1 << 20
+MAX_PART_BYTES: Final = 1 << 47  # what a process can address
 
 COUNT: Final = Struct("!I")
 
@@ -120,6 +121,8 @@ class FrameDecoder:
     filling: memoryview | None = field(default=None, init=False)
     """The big part on its way."""
     _filled_bytes: int = field(default=0, init=False)
+    _skipped_bytes: int = field(default=0, init=False)
+    """How much of a big part that there is no memory for is still on its way."""
 
     @property
     def is_between_frames(self) -> bool:
@@ -155,6 +158,11 @@ class FrameDecoder:
             if self._filled_bytes < len(filling):
                 return frames
             self.filling = None
+        elif self._skipped_bytes:
+            pos = min(len(data), self._skipped_bytes)
+            self._skipped_bytes -= pos
+            if self._skipped_bytes:
+                return frames
         elif self.pending:
             data = self.pending + data
             self.pending = b""
@@ -196,7 +204,7 @@ class FrameDecoder:
                     continue
                 self._sizes, self._parts, pos = sizes, [], body
             pos = self._decode_parts(data, pos)
-            if len(self._parts) < len(self._sizes) or self.filling is not None:
+            if len(self._parts) < len(self._sizes) or self.filling is not None or self._skipped_bytes:
                 break
             frames.append(self._parts)
             self._parts = None
@@ -226,22 +234,28 @@ class FrameDecoder:
             if here < size and self.max_frame_bytes is not None:
                 break  # a stranger's: wait in `pending`, which `max_frame_bytes` bounds
             part = self.reserve(size)
-            part_view = memoryview(part)
-            part_view[:here] = memoryview(data)[pos : pos + here]
             self._parts.append(part)
+            if isinstance(part, Missing):
+                self._skipped_bytes = size - here
+            else:
+                part_view = memoryview(part)
+                part_view[:here] = memoryview(data)[pos : pos + here]
+                if here < size:
+                    self.filling, self._filled_bytes = part_view, here
             pos += here
             if here < size:
-                self.filling, self._filled_bytes = part_view, here
                 break
         return pos
 
     @staticmethod
-    def reserve(size_bytes: int) -> bytearray:
-        """Memory for a large part. Raises RemoteProtocolError where nobody could have it."""
+    def reserve(size_bytes: int) -> bytearray | Missing:
+        """Memory for a large part. Raises RemoteProtocolError where no machine could have it."""
+        if size_bytes > MAX_PART_BYTES:
+            raise RemoteProtocolError(f"a part of {size_bytes} bytes fits into no memory")
         try:
             return bytearray(size_bytes)
-        except (MemoryError, OverflowError) as error:
-            raise RemoteProtocolError(f"a part of {size_bytes} bytes does not fit into memory") from error
+        except MemoryError:
+            return Missing.of(size_bytes)
 
     def _end(self, data: bytes, pos: int, count: int) -> None:
         rest = data[pos : pos + len(GOODBYE)]

@@ -165,12 +165,14 @@ class Unmapped:
     def read(self, offset: int, size_bytes: int, mark: int) -> memoryview:
         """As `borrow`, and gives the memory back at once."""
         _check_place(self._size_bytes, offset, size_bytes, mark)
-        own = allocate(size_bytes)
-        done = 0
-        while done < size_bytes:
-            done += os.preadv(self._fd, [own[done:]], offset + done)
-        os.pwrite(self._fd, b"\0", mark)
-        return own
+        try:
+            own = allocate(size_bytes)
+            done = 0
+            while done < size_bytes:
+                done += os.preadv(self._fd, [own[done:]], offset + done)
+            return own
+        finally:
+            os.pwrite(self._fd, b"\0", mark)
 
     def __del__(self, close: Any = os.close) -> None:
         close(self._fd)

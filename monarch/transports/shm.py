@@ -21,7 +21,7 @@ from struct import Struct
 from typing import Any, Final
 
 from monarch.errors import RemoteProtocolError
-from monarch.transports.base import Buffer, Viability
+from monarch.transports.base import Buffer, Missing, Viability
 from monarch.transports.framing import DESCRIPTION_BYTES, FrameDecoder, encode_joined
 from monarch.transports.ipc import UnixTransport, credentials
 from monarch.transports.memory import allocate, copy
@@ -154,9 +154,11 @@ class _Sharing:
             if isinstance(segment, Unmapped):
                 return segment.read(offset, size_bytes, mark)
             memory = borrow(segment, offset, size_bytes, mark)
+            return memory if kind == _FOR_GOOD else _copied(memory)
+        except MemoryError:
+            return Missing.of(size_bytes)
         except (OSError, ValueError, IndexError) as error:
             raise RemoteProtocolError(f"shared memory of the peer cannot be read: {error}") from error
-        return memory if kind == _FOR_GOOD else _copied(memory)
 
     def _attach(self) -> Mapping | Unmapped:
         if not self._sock.arrived:

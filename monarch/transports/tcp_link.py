@@ -36,9 +36,9 @@ from typing import Final, Protocol
 from attrs import define, field
 
 from monarch.errors import LinkClosed, LinkSevered, ProtocolError, RemoteProtocolError, TransportError
-from monarch.transports.base import Buffer, Frame
+from monarch.transports.base import Buffer, Frame, Missing
 from monarch.transports.framing import COUNT, GOODBYE_COUNT, MARKER, MAX_PARTS, FrameDecoder, Tail, header
-from monarch.transports.stream import QUEUE_BYTES, TURN_BYTES, discard, send_some, severed
+from monarch.transports.stream import QUEUE_BYTES, RECV_BYTES, TURN_BYTES, discard, send_some, severed
 
 PLAIN_BYTES: Final = 64 << 10
 """Parts of this size and above take the plain connection. From here on `Link.recv_nowait` promises writable memory,
@@ -305,11 +305,12 @@ class TcpLink:
                 parts: Frame = []
                 for size in sizes:
                     if size & _ON_PLAIN:
-                        part = FrameDecoder.reserve(size & _SIZE_MASK)
-                        view = memoryview(part)
-                        while len(view):
+                        left = size & _SIZE_MASK
+                        part = FrameDecoder.reserve(left)
+                        view = memoryview(bytearray(RECV_BYTES) if isinstance(part, Missing) else part)
+                        while left:
                             try:
-                                got = plain.recv_into(view)
+                                got = plain.recv_into(view, min(left, len(view)))
                             except (BlockingIOError, InterruptedError):
                                 self._look_for(select.EPOLLIN, True)
                                 yield None
@@ -317,7 +318,9 @@ class TcpLink:
                             if not got:
                                 raise severed(self.peer, "it ended inside a frame")
                             self._arrived_bytes += got
-                            view = view[got:]
+                            left -= got
+                            if not isinstance(part, Missing):
+                                view = view[got:]
                         self._look_for(select.EPOLLIN, False)
                         parts.append(part)
                     else:

@@ -21,6 +21,7 @@ from monarch.core import codec
 from monarch.core.codec import decode, encode, encode_call, private_parts
 from monarch.core.tensors import OUT_OF_BAND_BYTES
 from monarch.transports import memory
+from monarch.transports.base import Missing
 
 LARGE = OUT_OF_BAND_BYTES
 ATOMS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
@@ -309,3 +310,9 @@ def test_code_without_a_file_brings_its_lines_along() -> None:
     assert "1 / 0  # here" in "".join(traceback.format_exception(caught.value))
     del linecache.cache[file]
     assert "1 / 0" not in str(encode(fail))  # nobody has them any more: it goes without
+
+
+@pytest.mark.parametrize("parts", [[Missing.of(10)], [b"x", Missing.of(9)], [Missing.of(9), b"x"]])
+def test_a_message_for_which_there_was_no_memory_says_so(parts: list[Any]) -> None:
+    with pytest.raises(MemoryError, match="no memory for the 10 bytes of a message"):
+        decode(parts)

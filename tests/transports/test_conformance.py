@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 
 from monarch.errors import AuthenticationError, LinkClosed, LinkSevered, TransportError
-from monarch.transports import registry
-from monarch.transports.base import Link, Listener, Transport
+from monarch.transports import registry, shm
+from monarch.transports.base import Link, Listener, Missing, Transport
+from monarch.transports.framing import FrameDecoder
 from monarch.transports.url import parse
 from tests.transports.drive import (
     ADDRESSES,
@@ -142,6 +143,22 @@ def test_received_large_parts_are_writable_and_private(links):
     assert not view.readonly
     view[0] = 0
     assert second[0] == source[0] == ord("s")
+
+
+def test_where_there_is_no_memory_for_a_part_the_frame_arrives_without_it(transport, links, monkeypatch):
+    if transport.scheme in ("inproc", "ibverbs"):
+        pytest.skip("its frames take no memory of the link's for a large part")
+
+    def no_memory(*_: object) -> memoryview:
+        raise MemoryError
+
+    monkeypatch.setattr(FrameDecoder, "reserve", staticmethod(Missing.of))
+    monkeypatch.setattr(shm, "borrow", no_memory)
+    sender, receiver = links
+    large = bytes(3 << 20)
+    first, second = exchange(sender, receiver, [[b"x", large, b"y"], [b"next"]])
+    assert first == [b"x", b"", b"y"] and second == [b"next"]
+    assert isinstance(first[1], Missing) and first[1].size_bytes == len(large)
 
 
 def test_a_16_mib_frame_sent_just_before_close_arrives(links):

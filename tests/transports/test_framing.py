@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from monarch.errors import RemoteProtocolError
+from monarch.transports.base import Missing
 from monarch.transports.framing import (
     BIG_BYTES,
     COUNT,
@@ -116,6 +117,22 @@ def test_a_large_part_arrives_in_memory_of_its_own():
     assert decoder.get_buffer() is None
     (frame,) = decoder.feed(data[20 + BIG_BYTES :])
     assert type(frame[0]) is bytearray
+
+
+@pytest.mark.parametrize("step", [1 << 20, 1000, 100_000])
+def test_a_part_without_memory_is_skipped_and_the_next_frames_arrive(monkeypatch, step):
+    monkeypatch.setattr(FrameDecoder, "reserve", staticmethod(Missing.of))
+    decoder = FrameDecoder()
+    data = wire([[b"head", bytes(BIG_BYTES + 7), b"tail", bytes(BIG_BYTES)], [b"next"]])
+    frames = [frame for at in range(0, len(data), step) for frame in decoder.feed(data[at : at + step])]
+    assert frames == [[b"head", b"", b"tail", b""], [b"next"]]
+    assert [part.size_bytes for part in frames[0] if isinstance(part, Missing)] == [BIG_BYTES + 7, BIG_BYTES]
+    assert decoder.is_between_frames
+
+
+def test_a_part_that_fits_into_no_memory_is_nonsense():
+    with pytest.raises(RemoteProtocolError, match="fits into no memory"):
+        FrameDecoder().feed(header(1).pack(1, 1 << 60))
 
 
 @pytest.mark.parametrize("sizes", [(1 << 60,), (600, 600), (BIG_BYTES,), ()])

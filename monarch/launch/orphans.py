@@ -24,7 +24,7 @@ from monarch.launch import linux
 OUTLIVE: Final = b"MONARCH_OUTLIVE=1"
 
 _TIDIERS: Final = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
-_TIDYING_LIMIT_S: Final = 1.0
+_TIDYING_LIMIT_S: Final = 3.0  # a moment, also on a busy machine: they are woken by the end of their users
 
 
 @define(eq=False)

@@ -34,7 +34,8 @@ def test_random_deaths(chaos_session: tuple[int, int, int], tmp_path: Path) -> N
                 driver.process.send_signal(end)
                 break
         status = driver.process.wait(LIMIT_S)
-        assert status == (0 if end is None else -end)
+        came_too_late = at == last - 1 and status == 0
+        assert came_too_late or status == (0 if end is None else -end)
         driver.wait_until_nothing_is_left()
     except BaseException as error:
         replay = f"MONARCH_TRANSPORT={os.environ.get('MONARCH_TRANSPORT', 'auto')} python {' '.join(driver.arguments)}"

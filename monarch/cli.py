@@ -53,6 +53,18 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--query", nargs="+", action="extend", metavar="TEXT", help="what to search for")
     demo.add_argument("--limit-files", type=_positive, metavar="N", help="index at most N files")
     demo.set_defaults(run=_demo)
+    demos = demo.add_subparsers(title="other demos", metavar="DEMO")
+    train = demos.add_parser(
+        "train",
+        help="train a network, kill one of its processes, and go on",
+        description="Train a small network with several replicas in processes of their own, kill one of them with "
+        "SIGKILL, and go on with the weights of a survivor. The code is examples/fault_tolerant_training.py; it needs "
+        "pip install 'monarch-actors[examples]'.",
+    )
+    train.add_argument("--replicas", type=_positive, default=2, metavar="N", help="at least 2 (default: 2)")
+    train.add_argument("--steps", type=_positive, default=300, metavar="N", help="at least 6 (default: 300)")
+    train.add_argument("--plot", default="losses.png", metavar="FILE", help="where the curve of losses goes, as a PNG")
+    train.set_defaults(run=_demo_train)
 
     ps = commands.add_parser(
         "ps",
@@ -198,6 +210,21 @@ def _positive(text: str) -> int:
 def _demo(args: argparse.Namespace) -> int:
     search = import_module("monarch.examples.search")
     search.main(procs=args.procs, queries=args.query, limit_files=args.limit_files)
+    return 0
+
+
+def _demo_train(args: argparse.Namespace) -> int:
+    try:
+        training = import_module("monarch.examples.fault_tolerant_training")
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "sklearn"):
+            raise
+        print(f"monarch demo train needs {error.name}: pip install 'monarch-actors[examples]'", file=sys.stderr)
+        return 1
+    if args.replicas < 2 or args.steps < 6:
+        print("monarch demo train needs 2 replicas and 6 steps, at least", file=sys.stderr)
+        return 2
+    training.main(replicas=args.replicas, steps=args.steps, plot=args.plot)
     return 0
 
 

@@ -167,6 +167,21 @@ def test_demo_from_an_installed_wheel_over_all_files(wheel_contents, tmp_path):
     assert "smtplib.py" in output
 
 
+@pytest.mark.slow
+@pytest.mark.torch
+@pytest.mark.timeout(150)
+def test_demo_of_training_goes_on_when_a_process_is_killed(tmp_path):
+    pytest.importorskip("sklearn")
+    plot = tmp_path / "curve.png"
+    output = demo("train", "--plot", str(plot), timeout_s=140)
+    accuracy = re.search(r"1 restart, .* to recover; accuracy (\d\.\d+)", output)
+
+    assert "replica 1 is killed with SIGKILL" in output
+    assert "has the weights of a survivor" in output
+    assert accuracy is not None and float(accuracy[1]) > 0.95
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
 def test_version():
     assert run("-m", "monarch", "--version").strip() == f"monarch {monarch.__version__}"
 
@@ -185,7 +200,7 @@ def test_planned_commands_say_that_they_are_planned():
     [
         (["demo", "--procs", "0"], "'0' is not a whole number above 0"),
         (["demo", "--proc"], "expected one argument"),
-        (["demo", "extra"], "unrecognized arguments: extra"),
+        (["demo", "extra"], "invalid choice: 'extra'"),
         (["dance"], "invalid choice: 'dance'"),
         ([], "the following arguments are required: COMMAND"),
     ],

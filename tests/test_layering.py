@@ -33,6 +33,7 @@ OWNERS: dict[str, dict[str, str]] = {
         "mesh/rdma.py": "lazily",
         "mesh/tensor/": "anywhere",
         "examples/parallel_training.py": "anywhere",
+        "examples/fault_tolerant_training.py": "anywhere",
     },
     "cloudpickle": {"core/codec.py": "anywhere", "core/exceptions.py": "anywhere"},
     "pytest": {"testing/": "anywhere", "config.py": "lazily"},
@@ -172,7 +173,11 @@ def test_third_party_imports_are_declared():
     known = declared | {"attr", "monarch", "pytest", *sys.stdlib_module_names}
     unknown = [str(i) for i in IMPORTS if not i.lazy and i.target.split(".")[0] not in known]
 
-    optional = ("mesh/tensor/", "examples/parallel_training.py")  # need what an extra installs
+    optional = (
+        "mesh/tensor/",
+        "examples/parallel_training.py",
+        "examples/fault_tolerant_training.py",
+    )  # need what an extra installs
     assert [line for line in unknown if not line.startswith(tuple(f"monarch/{path}" for path in optional))] == []
 
 

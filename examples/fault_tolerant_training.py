@@ -113,7 +113,7 @@ class Evaluator(Actor):
     async def accuracy(self, replica: RDMABuffer) -> float:
         await replica.read_into(self.state)
         guesses = outputs(self.state[:WEIGHTS], self.images).argmax(1)
-        return (guesses == self.labels).float().mean().item()
+        return float((guesses == self.labels).float().mean())
 
 
 def draw(losses: list[float], killed_at: int, path: Path, width: int = 640, height: int = 360) -> None:

@@ -137,7 +137,7 @@ def test_an_ssh_job_starts_workers_on_the_hosts_it_logs_in_to(
     pid = state.workers.spawn_procs().spawn("w", Worker).pid.call_one().get(LIMIT_S)
     calls = (tmp_path / "calls").read_text()
     assert "-o BatchMode=yes -T user@far" in calls and f"tcp://127.0.0.1:{port}@tcp://0.0.0.0:{port}" in calls
-    assert job._drawn.decode() not in calls
+    assert job._secret.decode() not in calls
     job.kill()
     wait_until_gone(pid)
     with pytest.raises(ValueError, match="over 'tcp'"):

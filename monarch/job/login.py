@@ -29,12 +29,12 @@ class ProcessState:
 
 
 class LoginJob(JobTrait):
-    """Hosts by name, each with a worker that `_start_host` starts."""
-
-    _secret: bytes | None = None
+    """Hosts by name, each with a worker that `_start_host` starts, and tells `_secret`: that of `MONARCH_SECRET_FILE`, or
+    one that is drawn for this job."""
 
     def __init__(self) -> None:
         super().__init__()
+        self._secret = trust.configured_or_new()
         self._names: dict[str, tuple[str, ...]] = {}
         self._started: list[Started] = []
 
@@ -98,8 +98,6 @@ class SSHJob(LoginJob):
             raise ValueError(f"transport is {transport!r}; workers behind ssh are reached over 'tcp'")
         super().__init__()
         self._python, self._ssh, self._port = python_exe, ("ssh", *ssh_args), monarch_port
-        self._drawn = trust.configured_or_new()
-        self._secret = self._drawn
         self._ties: list[subprocess.Popen[bytes]] = []
 
     def can_run(self, spec: JobTrait) -> bool:
@@ -120,7 +118,7 @@ class SSHJob(LoginJob):
         process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         self._ties.append(process)
         assert process.stdin is not None
-        process.stdin.write(self._drawn + b"\n")
+        process.stdin.write(self._secret + b"\n")
         process.stdin.flush()
         if self._lasting:
             process.stdin.close()

@@ -29,8 +29,8 @@ class ProcessState:
 
 
 class LoginJob(JobTrait):
-    """Hosts by name, each with a worker that `_start_host` starts, and tells `_secret`: that of `MONARCH_SECRET_FILE`, or
-    one that is drawn for this job."""
+    """Hosts by name, each with a worker that `_start_host` starts, and tells `_secret`: that of `MONARCH_SECRET_FILE`,
+    or one that is drawn for this job."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from monarch.job.base import JobState, JobTrait
 from monarch.job.workers import Started, end_all
 from monarch.mesh.attach import attach_to_workers
-
-_KEPT_OUTPUT: Final = "output"
 
 
 class ProcessJob(JobTrait):
@@ -38,27 +37,34 @@ class ProcessJob(JobTrait):
         self._ties: list[Any] = []  # what the workers read until this program ends
 
     def _create(self, *, lasting: bool) -> None:
-        self._folder = tempfile.mkdtemp(prefix="monarch-job-")  # mode 0700
+        """Names in the kernel leave nothing behind. Lasting workers have a folder for what they print, until `kill`."""
+        prefix = f"ipc://@monarch-job-{secrets.token_hex(8)}"
+        if lasting:
+            self._folder = tempfile.mkdtemp(prefix="monarch-job-")  # mode 0700
         for name, count in self._meshes.items():
             for index in range(count):
-                self._workers.append(self._start(f"{name}-{index}", lasting))
+                label = f"{name}-{index}"
+                start = self._start_lasting if lasting else self._start_tied
+                process = start(label, [sys.executable, "-m", "monarch", "worker", "--listen", f"{prefix}-{label}"])
+                self._ties.append(process)
+                self._workers.append(Started.of(process.pid, f"{prefix}-{label}"))
 
-    def _start(self, label: str, lasting: bool) -> Started:
-        """A lasting worker writes into a file; one that ends with this program shares its output."""
+    def _start_tied(self, label: str, command: list[str]) -> subprocess.Popen[bytes]:
+        """It ends with this program, and prints where this program does."""
+        env = {**os.environ, **self._env}
+        return subprocess.Popen([*command, "--until-eof"], env=env, stdin=subprocess.PIPE, start_new_session=True)
+
+    def _start_lasting(self, label: str, command: list[str]) -> subprocess.Popen[bytes]:
         assert self._folder is not None
-        url = f"ipc://{self._folder}/{label}"
-        command = [sys.executable, "-m", "monarch", "worker", "--listen", url]
-        with (Path(self._folder) / f"{label}.{_KEPT_OUTPUT}").open("wb") if lasting else open(os.devnull) as output:
-            process = subprocess.Popen(
-                command if lasting else [*command, "--until-eof"],
+        with (Path(self._folder) / f"{label}.output").open("wb") as output:
+            return subprocess.Popen(
+                command,
                 env={**os.environ, **self._env},
-                stdin=subprocess.DEVNULL if lasting else subprocess.PIPE,
-                stdout=output if lasting else None,
-                stderr=output if lasting else None,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
                 start_new_session=True,
             )
-        self._ties.append(process)
-        return Started.of(process.pid, url)
 
     def _state(self) -> JobState:
         meshes = {}

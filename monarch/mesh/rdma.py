@@ -335,10 +335,12 @@ def _warn_of_fallback() -> None:
         return
     backend = get_rdma_backend()
     _warned = True
-    if str(backend) != "tcp" or backend.reason.startswith("rdma_path"):
+    if backend.reason.startswith("rdma_path"):
         return
-    text = f"no RDMA device can be used here ({missing}): transfers fall back to 'tcp', as {backend.reason}"
-    warnings.warn(f"{text}. The setting rdma_path='tcp' silences this", RDMATcpFallbackWarning, _users_frame())
+    text = f"no RDMA device can be used here ({missing}): transfers fall back to {str(backend)!r}, as {backend.reason}"
+    warnings.warn(
+        f"{text}. The setting rdma_path={str(backend)!r} silences this", RDMATcpFallbackWarning, _users_frame()
+    )
 
 
 def _users_frame() -> int:

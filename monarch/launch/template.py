@@ -59,7 +59,7 @@ from monarch.launch.bootstrap import Job
 from monarch.launch.compiled import CodeStore, share_compiled_code
 from monarch.launch.forked import Birth, become, close_all_but, thread_setter
 from monarch.launch.guardian import fork_template
-from monarch.launch.leaving import run_and_leave
+from monarch.launch.leaving import disown_finalizers, run_and_leave
 from monarch.launch.orphans import Orphans, kill
 from monarch.launch.tee import Tee
 from monarch.launch.wire import Lost, Message, Wire, close_all, explain, memory_file
@@ -395,6 +395,7 @@ def _import(modules: Sequence[str]) -> None:
             importlib.import_module(name)
     gc.collect()
     gc.freeze()
+    disown_finalizers()
 
 
 def main(setup: Message) -> None:

@@ -45,7 +45,7 @@ def test_a_queued_call_does_not_run(spawn: Spawn, shared: Shared) -> None:
 
 def test_every_observer_of_a_cancelled_call_gets_the_error(spawn: Spawn, shared: Shared) -> None:
     busy = spawn(Busy, on=one(shared))
-    future, _ = spinning(busy)
+    future, told = spinning(busy)
 
     async def look() -> None:
         with pytest.raises(CallCancelled):
@@ -58,6 +58,7 @@ def test_every_observer_of_a_cancelled_call_gets_the_error(spawn: Spawn, shared:
         future.get(LIMIT_S)
     assert isinstance(caught.value, MonarchError) and future.exception() is caught.value and future.done()
     asyncio.run(look())
+    assert told.recv().get(LIMIT_S) is True  # it would fail if nobody received what it says
 
 
 def test_a_sync_endpoint_reads_a_flag(spawn: Spawn, shared: Shared) -> None:

@@ -45,16 +45,8 @@ def _missing(marker: str) -> str | None:
     raise ValueError(marker)
 
 
-def _group(item: pytest.Item) -> str:
-    """Tests that share what is costly to make run in one worker: those over one shared mesh, else those of one file."""
-    shared = item.callspec.params.get("shared_session") if hasattr(item, "callspec") else None
-    return "-".join(shared) if shared else item.nodeid.partition("::")[0]
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what needs a device or a package that is not here, with the reason."""
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(_group(item)))
     reasons = {marker: _missing(marker) for marker in ("torch", "rdma", "gpu")}
     for item in items:
         for marker, reason in reasons.items():

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import select
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,13 +23,14 @@ _ROUND_LIMIT_S: Final = 30.0
 class Driver:
     """A driver with a mark in its environment, which everything that it causes inherits."""
 
-    def __init__(self, arguments: Sequence[str], folder: Path) -> None:
+    def __init__(self, arguments: Sequence[str], folder: Path, **settings: str) -> None:
         self.arguments = arguments
         self.mark = f"CHAOS_MARK={os.urandom(8).hex()}"
-        self.temporary, self.said = folder / "tmp", folder / "stderr"
-        self.temporary.mkdir()
+        self.said = folder / "stderr"
+        # The path is short: multiprocessing makes unix sockets in there, whose names have at most 107 bytes.
+        self.temporary = Path(tempfile.mkdtemp(prefix="chaos-"))
         name, _, value = self.mark.partition("=")
-        environ = {**os.environ, name: value, "TMPDIR": str(self.temporary), "PYTHONPATH": str(ROOT)}
+        environ = {**os.environ, **settings, name: value, "TMPDIR": str(self.temporary), "PYTHONPATH": str(ROOT)}
         with self.said.open("wb") as stderr:
             self.process = subprocess.Popen(
                 [sys.executable, *self.arguments], cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=stderr
@@ -47,6 +50,11 @@ class Driver:
             arrived += data
             *lines, arrived = arrived.split(b"\n")
             yield from (line.decode() for line in lines)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+        shutil.rmtree(self.temporary, ignore_errors=True)
 
     def left(self) -> list[int]:
         """Processes with the mark."""

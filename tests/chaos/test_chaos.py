@@ -43,5 +43,4 @@ def test_random_deaths(chaos_session: tuple[int, int, int], tmp_path: Path) -> N
         error.add_note(driver.said.read_text(errors="replace")[-5000:])
         raise
     finally:
-        driver.process.kill()
-        driver.process.communicate()
+        driver.end()

@@ -81,15 +81,16 @@ def test_nothing_is_left(tmp_path: Path, how: str) -> None:
 def test_nothing_is_left_of_data_loaders(tmp_path: Path, how: str) -> None:
     end, signum, status = ENDS[how]
     before = set(os.listdir("/dev/shm"))
-    run(tmp_path, "assert set(litter.load.call().get().values()) == {0}", end, signum, status)
+    first = "assert set(litter.load.call().get().values()) == {0}"
+    run(tmp_path, first, end, signum, status, MONARCH_PRELOAD="torch.utils.data")
     left = [name for name in set(os.listdir("/dev/shm")) - before if name.startswith("torch_")]
     assert left == []
 
 
-def run(folder: Path, first: str, end: str, signum: int | None, status: int) -> None:
+def run(folder: Path, first: str, end: str, signum: int | None, status: int, **settings: str) -> None:
     script = folder / "program.py"
     script.write_text(PROGRAM.replace("{first}", first).replace("{end}", end))
-    driver = Driver([str(script)], folder)
+    driver = Driver([str(script)], folder, **settings)
     try:
         lines = driver.lines()
         assert next(lines) == "ready"
@@ -101,5 +102,4 @@ def run(folder: Path, first: str, end: str, signum: int | None, status: int) -> 
         if status == 0:
             assert driver.said.read_text() == ""
     finally:
-        driver.process.kill()
-        driver.process.communicate()
+        driver.end()

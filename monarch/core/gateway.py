@@ -448,13 +448,17 @@ class Gateway:
 
     def _drop(self, link: Link, *, silent: bool = False, reason: str = "") -> None:
         """End a link, once: its descriptor may soon be another's."""
-        fd = self._links.pop(link, None)
-        refused = self._newcomers.pop(link, None)
-        if fd is not None:
-            self._poller.unregister(fd)
+        refused = self._let_go(link)
         link.abort()
         if refused is not None:
             refused(silent=silent, reason=reason)
+
+    def _let_go(self, link: Link) -> Refused | None:
+        """Look at a link no more; who is to hear that it came to nothing, if it had not come to anything yet."""
+        fd = self._links.pop(link, None)
+        if fd is not None:
+            self._poller.unregister(fd)
+        return self._newcomers.pop(link, None)
 
     def _on_hello(self, link: Link, dialed: Peer | None) -> None:
         try:
@@ -512,10 +516,7 @@ class Gateway:
 
     def _refuse(self, link: Link, reason: str) -> None:
         """End a newcomer's link, and say why."""
-        self._newcomers.pop(link, None)
-        fd = self._links.pop(link, None)
-        if fd is not None:
-            self._poller.unregister(fd)
+        self._let_go(link)
         refuse(link, reason)
 
     def _attach(self, peer: Peer, link: Link, hello: Hello, *, we_dialed: bool) -> bool:
@@ -622,9 +623,8 @@ class Gateway:
             if len(self._gone) > _GONE_KEPT:
                 self.peers.pop(self._gone.popleft(), None)
             kept = [each.proc for each in self.peers.values() if each.proc.keeper == proc and each.down is None]
-        for (
-            each
-        ) in kept:  # nobody is left who could tell of their ends, and who outlives the agent of its host is ended
+        # Nobody is left who could tell of their ends, and who outlives the agent of its host is ended.
+        for each in kept:
             kind = "stopped" if down.stopped else "unreachable"
             text = f"process {each.uid} is lost with its host: {down.reason}"
             self.declare_gone(each, Down(kind, text, host=down.host).because(down))

@@ -179,15 +179,15 @@ class Proc:
 
     def tell(self, proc: ProcId, *message: Any, agent: int = PROC_AGENT) -> None:
         """Tell an agent of `proc` something that has no answer; dropped when it is gone."""
-        parts = codec.encode(message)
-        envelope = Envelope(Kind.SYSTEM, proc.key, agent, 0, self.key, PROC_AGENT, parts, Flag.SILENT)
-        self.send(envelope, proc, may_wait=False)
+        self.send(self._news(proc.key, agent, message), proc, may_wait=False)
 
     def tell_known(self, key: int, *message: Any) -> None:
         """As `tell`, to a process from which messages have come."""
+        self.send(self._news(key, PROC_AGENT, message), None, may_wait=False)
+
+    def _news(self, key: int, agent: int, message: tuple[Any, ...]) -> Envelope:
         parts = codec.encode(message)
-        envelope = Envelope(Kind.SYSTEM, key, PROC_AGENT, 0, self.key, PROC_AGENT, parts, Flag.SILENT)
-        self.send(envelope, None, may_wait=False)
+        return Envelope(Kind.SYSTEM, key, agent, 0, self.key, PROC_AGENT, parts, Flag.SILENT)
 
     def answer(self, envelope: Envelope, *message: Any) -> None:
         """Answer a request."""

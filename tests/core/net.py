@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import threading
-import time
-from collections.abc import Callable
 from typing import Any
 
 from monarch.core.envelope import Envelope, Flag, Kind
@@ -18,18 +16,10 @@ from monarch.core.proc import Proc
 from monarch.transports import registry
 from monarch.transports.faults import Faults
 from monarch.transports.inproc import InprocLink
+from tests.until import LIMIT_S as LIMIT_S
+from tests.until import until as until
 
 SECRET = b"s" * 32
-LIMIT_S = 20.0
-
-
-def until(condition: Callable[[], Any], limit_s: float = LIMIT_S) -> None:
-    """Wait, bounded, for what another thread brings about."""
-    deadline_s = time.monotonic() + limit_s
-    pause = threading.Event()
-    while not condition():
-        assert time.monotonic() < deadline_s, "it did not happen in time"
-        pause.wait(0.001)
 
 
 class Collector:

@@ -17,6 +17,7 @@ import pytest
 from monarch.actor import ActorError, Channel, Future
 from tests.mesh.actors import AsyncWorker, Worker
 from tests.mesh.conftest import Shared
+from tests.until import until
 
 Spawn = Callable[..., Any]
 
@@ -216,7 +217,7 @@ def test_a_failure_that_nobody_looks_at_is_logged(spawn: Spawn, caplog: pytest.L
         for call in (one.fail.call_one, workers.fail.call, workers.fail.call_fail_fast):
             caplog.clear()
             call("unseen")
-            _until(lambda: "call.failure_unseen" in caplog.text)
+            until(lambda: "call.failure_unseen" in caplog.text)
             assert ".fail raised ValueError: unseen" in caplog.text
 
         caplog.clear()
@@ -229,12 +230,3 @@ def test_a_failure_that_nobody_looks_at_is_logged(spawn: Spawn, caplog: pytest.L
         workers.pid.call().get(10)
         gc.collect()
         assert caplog.text == ""
-
-
-def _until(condition: Callable[[], Any]) -> None:
-    pause = threading.Event()
-    for _ in range(10_000):
-        if condition():
-            return
-        pause.wait(0.001)
-    raise AssertionError("it did not happen in time")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,13 +16,7 @@ from monarch.supervision import Child, Supervisor
 from monarch.testing import TestClient
 from monarch.testing.events import LIMIT_S
 from tests.mesh.stuck import Stuck, Unborn
-
-
-def until(found: Callable[[], bool]) -> None:
-    """An endpoint tells nobody that it blocks: look until it is seen."""
-    deadline_s = time.monotonic() + LIMIT_S
-    while not found():
-        assert time.monotonic() < deadline_s
+from tests.until import until
 
 
 def endpoints(snapshot: Snapshot) -> dict[str, list[str]]:

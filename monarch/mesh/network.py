@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from collections.abc import Sequence
 from typing import Final
 
 from attrs import evolve
 
 from monarch.core import settings
+from monarch.core.address import EVERYWHERE, Place
 from monarch.transports.url import Url, parse
 
 _WORLD: Final = "192.0.2.1"  # an address for documentation, which is never sent to
@@ -40,6 +42,12 @@ def address_for_all() -> str:
         return address_towards(_WORLD, 0)
     except OSError:
         return "127.0.0.1"
+
+
+def address_of(places: Sequence[Place]) -> str:
+    """The address at which other hosts reach a process of this one that listens at `places`, as far as is known."""
+    urls = (parse(place.url) for place in places if place.domain == EVERYWHERE)
+    return next((url.host for url in urls if url.scheme == "tcp"), None) or address_for_all()
 
 
 def advertised(url: str) -> str:

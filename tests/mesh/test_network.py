@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import os
 import time
 from collections.abc import Iterator
@@ -167,3 +168,18 @@ def test_a_stranger_without_the_secret_is_turned_away(
         hosts = attach_to_workers(workers=[url_of(machines[0])])
         with pytest.raises(RuntimeError, match=r"does not know this job's secret|closed the connection"):
             hosts.initialized.get(LIMIT_S)
+
+
+@pytest.mark.torch
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="tensors need torch")
+def test_tensors_are_reduced_between_hosts(hosts: HostMesh) -> None:
+    import torch
+
+    from monarch import inspect
+
+    procs = hosts.spawn_procs({"gpus": 2})
+    with procs.activate():
+        rank = procs.rank_tensor("hosts") * 2 + procs.rank_tensor("gpus")
+        large = torch.ones(1 << 20) * rank
+        found = inspect([rank.reduce(None, "stack"), rank.reduce("hosts"), large.reduce()[:1]], hosts=1, gpus=0)
+    assert [each.tolist() for each in found] == [[0, 1, 2, 3], 2, [6.0]]

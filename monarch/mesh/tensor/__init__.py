@@ -11,7 +11,8 @@ to a *worker* actor on each process, which holds the shards by their numbers. No
 | `dispatch` | which operators go to the mesh, and which uses of tensors are wrong |
 | `engine` | numbering, batching, how far the controller may run ahead, and what becomes of failures |
 | `commands` | the words that controller and workers have in common |
-| `worker`, `groups`, `slots` | running commands; collectives; values that threads and processes hand over |
+| `worker`, `slots` | running commands; values that threads and processes hand over |
+| `groups`, `rendezvous`, `buffers` | collectives; how their members find each other; memory for their results |
 | `remote`, `fetch`, `collectives`, `streams`, `graphs`, `gradients`, `opaque`, `builtins` | what users call |
 | `interop` | tensors as arguments and results of actors' endpoints |
 """

@@ -16,7 +16,7 @@ from monarch.core.ids import new_number
 from monarch.mesh.tensor.commands import Op
 from monarch.mesh.tensor.dispatch import refuse_wrong
 from monarch.mesh.tensor.engine import Lane, engine_of, here
-from monarch.mesh.tensor.groups import MEETING, REDUCTIONS, Reduction, result_meta
+from monarch.mesh.tensor.groups import REDUCTIONS, Reduction, result_meta
 from monarch.mesh.tensor.handle import Ref, Tensor
 from monarch.mesh.tensor.metadata import dense_meta
 from monarch.mesh.tensor.streams import Stream, get_active_stream
@@ -64,7 +64,6 @@ def _check(tensor: Tensor, dims: Dims, how: str, scatter: bool, mesh: Any) -> tu
 def _issue(tensor: Tensor, reduction: Reduction, target: int, result: int) -> None:
     lane = tensor._ref.place.lane
     engine = lane.engine
-    lane.define(MEETING, engine.meeting())
     if engine.recorder is not None:
         engine.recorder.uses([tensor._ref])
     stack = here(4)

@@ -103,16 +103,6 @@ class Function:
 
 
 @define(frozen=True)
-class Meeting:
-    """Where the workers of this engine find each other for collectives: a store on the host with this identity."""
-
-    host_id: str
-    host: str
-    port: int
-    secret: str
-
-
-@define(frozen=True)
 class Failure:
     """What a worker keeps in place of a value that could not be computed, and of all that depends on it.
 

@@ -25,14 +25,12 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import torch
 
 from monarch.core import codec
-from monarch.core.address import host_identity
 from monarch.core.future import Future, Outcome
 from monarch.errors import SupervisionError
 from monarch.mesh.context import context
 from monarch.mesh.shape import Region
-from monarch.mesh.tensor.commands import Failure, Function, Meeting, Op, Template, View
+from monarch.mesh.tensor.commands import Failure, Function, Op, Template, View
 from monarch.mesh.tensor.errors import DeviceException, RemoteException, Stack, format_stack, stack_of
-from monarch.mesh.tensor.groups import dist
 from monarch.mesh.tensor.slots import Depot
 from monarch.mesh.tensor.worker import Worker
 
@@ -212,8 +210,6 @@ class Engine:
         self._functions: weakref.WeakKeyDictionary[Any, tuple[int, Function]] = weakref.WeakKeyDictionary()
         self._paths: dict[str, tuple[int, Function]] = {}
         self._unused: list[int] = []  # functions that are gone
-        self._store: Any = None
-        self._meeting: Meeting | None = None
 
     def region_of(self, mesh: ProcMesh) -> Region:
         """The region of the actor meshes of this engine, whose ranks count from 0, that a view of the root means."""
@@ -334,15 +330,6 @@ class Engine:
             raise self.lost_by(self.lost) from self.lost
 
     # ---- what workers must know
-
-    def meeting(self) -> Meeting:
-        """The store at which workers find each other. It listens on the loopback device, from the first use on."""
-        if self._meeting is None:
-            import secrets
-
-            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            self._meeting = Meeting(host_identity(), "127.0.0.1", self._store.port, secrets.token_hex(16))
-        return self._meeting
 
     def function(self, function: Any) -> tuple[int, Function]:
         """The number of a function of the user's, and how it travels: once, as it is at its first use."""

@@ -19,15 +19,13 @@ import torch
 import torch.distributed
 from attrs import define
 
-from monarch.core.address import host_identity
-from monarch.mesh.tensor.commands import Meeting
+from monarch.mesh.tensor.buffers import Buffers
 from monarch.mesh.tensor.metadata import Meta, dense_meta
+from monarch.mesh.tensor.rendezvous import TIMEOUT_S, Notes, Put, bind_address
+from monarch.mesh.tensor.slots import Slots
 
 dist: Any = torch.distributed
 
-TIMEOUT_S: Final = 300
-MEETING: Final = 0
-"""The number by which a `Meeting` is defined."""
 REDUCTIONS: Final = ("stack", "sum", "avg", "product", "min", "max", "band", "bor", "bxor")
 
 _NATIVE: Final = {
@@ -96,61 +94,49 @@ class Pending:
 
 
 class Groups:
-    """Those of one worker, by their members' ranks."""
+    """Those of one worker, by their members' ranks.
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._store: Any = None
-        self._secret = ""
+    Args:
+        engine: a text that all workers of a controller have in common, and no others.
+    """
+
+    def __init__(self, rank: int, engine: str, put: Put, slots: Slots) -> None:
+        self._rank, self._engine, self._put, self._slots = rank, engine, put, slots
+        self._buffers = Buffers()
         self._groups: dict[tuple[tuple[int, ...], str], Group] = {}
 
-    def meet_at(self, meeting: Meeting) -> None:
-        if host_identity() != meeting.host_id:
-            return  # gloo and the store are on the loopback device
-        if self._store is None:
-            self._store = dist.TCPStore(meeting.host, meeting.port, is_master=False, wait_for_workers=False)
-            self._secret = meeting.secret
-
     def of(self, ranks: tuple[int, ...], device: str = "cpu", name: str = "") -> Group:
-        """The group of these workers; all of them ask for it, or it is never complete.
-
-        Raises:
-            NotImplementedError: this worker is not on the host of its controller.
-        """
-        if self._store is None:
-            raise NotImplementedError(
-                "reductions and process groups between hosts are planned, and this worker is on another host than its "
-                "controller; to_mesh and remote functions work"
-            )
+        """The group of these workers; all of them ask for it, or it is never complete."""
         found = self._groups.get((ranks, device + name))
         if found is None:
-            prefix = f"{self._secret}/{device}{name}/{','.join(map(str, ranks))}"
-            store = dist.PrefixStore(prefix, self._store)
-            found = self._groups[ranks, device + name] = Group(ranks.index(self._rank), len(ranks), store, device)
+            whole = f"{self._engine}/{device}{name}/{','.join(map(str, ranks))}"
+            notes = Notes(whole, ranks, self._put, self._slots)
+            found = Group(ranks.index(self._rank), len(ranks), notes, device, self._buffers)
+            self._groups[ranks, device + name] = found
         return found
 
 
-def _make(store: Any, rank: int, size: int, device: str) -> Any:
+def _make(notes: Notes, rank: int, size: int, device: str) -> Any:
     if device == "cuda":
-        return dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
+        return dist.ProcessGroupNCCL(notes, rank, size, dist.ProcessGroupNCCL.Options())
     options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=bind_address(notes, rank, size))]
     options._timeout = timedelta(seconds=TIMEOUT_S)
-    return dist.ProcessGroupGloo(store, rank, size, options)
+    return dist.ProcessGroupGloo(notes, rank, size, options)
 
 
 class Group:
     """Some workers that reduce together."""
 
-    def __init__(self, rank: int, size: int, store: Any, device: str) -> None:
+    def __init__(self, rank: int, size: int, notes: Notes, device: str, buffers: Buffers) -> None:
         self.rank, self.size = rank, size
-        self.backend = _make(store, rank, size, device)
-        self._store, self._device = store, device
+        self.backend = _make(notes, rank, size, device)
+        self._notes, self._device, self._buffers = notes, device, buffers
 
     def process_group(self) -> Any:
         """As the functions of torch.distributed take it."""
         kind = dist.ProcessGroup.BackendType.NCCL if self._device == "cuda" else dist.ProcessGroup.BackendType.GLOO
-        group = dist.ProcessGroup(self._store, self.rank, self.size)
+        group = dist.ProcessGroup(self._notes, self.rank, self.size)
         group._set_default_backend(kind)
         group._register_backend(torch.device(self._device), kind, self.backend)
         return group
@@ -198,7 +184,7 @@ class Group:
 
     def _all_reduce(self, shard: torch.Tensor | None, meta: Meta, how: str) -> Pending:
         well, failed = _MARKS.get(how, (0, 1))
-        buffer = torch.empty(_count(meta) + 1, dtype=meta.dtype, device=meta.device)
+        buffer = self._buffers.empty(_count(meta) + 1, meta.dtype, meta.device)
         value = buffer[:-1].view(meta.shape)
         if shard is None:
             buffer.zero_()

@@ -15,7 +15,6 @@ from torch.utils import _pytree as pytree
 
 from monarch.mesh.tensor.commands import Op
 from monarch.mesh.tensor.engine import engine_of, here
-from monarch.mesh.tensor.groups import MEETING
 from monarch.mesh.tensor.handle import Ref, Tensor
 from monarch.mesh.tensor.metadata import dense_meta
 from monarch.mesh.tensor.streams import get_active_stream
@@ -67,7 +66,6 @@ class RemoteProcessGroup:
             if dim not in mesh._region._labels:
                 raise KeyError(f"mesh {dict(mesh.sizes)} has no dimension {dim!r}")
         lane = engine_of(mesh).lane(mesh)
-        lane.define(MEETING, lane.engine.meeting())
         number = lane.engine.new()
         lane.append((int(Op.GROUP), given, f"group{next(_names)}", number), here())
         meta = dense_meta((), torch.int64, torch.device("cpu"))

@@ -1,4 +1,5 @@
-"""Where threads and processes hand over values: named slots of a process, filled once, emptied once.
+"""Where threads and processes hand over values: named slots of a process, filled once, and most of them
+emptied once.
 
 Each process that tensors live on has a worker, which runs commands, and a depot, whose only work is to put what other
 processes send into slots, while the worker is busy or waits for just that.
@@ -15,6 +16,7 @@ from monarch.mesh.context import context
 from monarch.mesh.endpoint import endpoint
 
 _ABANDONED: Final = 4096
+Slot = int | str
 
 
 class Slots:
@@ -22,12 +24,10 @@ class Slots:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._values: dict[int, Any] = {}
-        self._taken: dict[
-            int, None
-        ] = {}  # the last ones that were emptied, so that who comes late fills no slot for ever
+        self._values: dict[Slot, Any] = {}
+        self._taken: dict[Slot, None] = {}  # the last emptied ones, so that who comes late fills no slot for ever
 
-    def put(self, slot: int, value: Any, *, if_empty: bool = False) -> None:
+    def put(self, slot: Slot, value: Any, *, if_empty: bool = False) -> None:
         """Fill a slot. With `if_empty`, a value that is there, or was, stays."""
         with self._changed:
             if if_empty and (slot in self._values or slot in self._taken):
@@ -35,7 +35,17 @@ class Slots:
             self._values[slot] = value
             self._changed.notify_all()
 
-    def take(self, slot: int) -> Any:
+    def has(self, slot: Slot) -> bool:
+        return slot in self._values
+
+    def see(self, slot: Slot, timeout_s: float) -> Any:
+        """Wait until the slot is filled, and leave it so. Raises: TimeoutError."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: slot in self._values, timeout_s):
+                raise TimeoutError(f"nobody has filled {slot!r} within {timeout_s:g} s")
+            return self._values[slot]
+
+    def take(self, slot: Slot) -> Any:
         """Wait until the slot is filled, and empty it."""
         with self._changed:
             self._changed.wait_for(lambda: slot in self._values)
@@ -63,5 +73,5 @@ class Depot(Actor):
     """Takes in what the workers of other processes, and the controller, put into slots of this one."""
 
     @endpoint
-    def put(self, slot: int, value: Any, if_empty: bool = False) -> None:
+    def put(self, slot: Slot, value: Any, if_empty: bool = False) -> None:
         slots_here().put(slot, value, if_empty=if_empty)

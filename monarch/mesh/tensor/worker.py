@@ -28,14 +28,13 @@ from monarch.mesh.tensor.commands import (
     Function,
     Graph,
     Hole,
-    Meeting,
     Op,
     Template,
     fill,
 )
 from monarch.mesh.tensor.groups import Groups, Pending, members
 from monarch.mesh.tensor.metadata import Meta, meta_of
-from monarch.mesh.tensor.slots import Slots, slots_here
+from monarch.mesh.tensor.slots import Slot, Slots, slots_here
 
 if TYPE_CHECKING:
     from monarch.mesh.actor_mesh import ActorMesh
@@ -95,9 +94,9 @@ class Worker(Actor):
         self.table: Table = {}
         self._known: dict[int, Any] = {}
         self._slots: Slots = slots_here()
-        self._groups = Groups(self.rank)
         self._depots = depots
-        self._puts: dict[int, Callable[[int, Any], None]] = {}
+        self._puts: dict[int, Callable[[Slot, Any], None]] = {}
+        self._groups = Groups(self.rank, str(depots._number), self._put, self._slots)
         self._lane = 0
         self._number = 0
         self._failed: list[int] = []
@@ -138,8 +137,6 @@ class Worker(Actor):
                 self._known[number] = _Operator(what)
             elif isinstance(what, Function):
                 self._known[number] = resolve(what)
-            elif isinstance(what, Meeting):
-                self._groups.meet_at(what)
             else:
                 self._known[number] = what
         except Exception as error:
@@ -298,17 +295,18 @@ class Worker(Actor):
         except Failed as failed:
             value = failed.failure
         for rank, slot in targets.get(self.rank, ()):
-            if rank == self.rank:
-                self._slots.put(slot, value.clone() if isinstance(value, torch.Tensor) else value)
-            else:
-                self._put_at(rank)(slot, value)
+            self._put(rank, slot, value.clone() if rank == self.rank and isinstance(value, torch.Tensor) else value)
 
-    def _put_at(self, rank: int) -> Callable[[int, Any], None]:
+    def _put(self, rank: int, slot: Slot, value: Any) -> None:
+        """Fill a slot of another worker, or of this one."""
+        if rank == self.rank:
+            self._slots.put(slot, value)
+            return
         put = self._puts.get(rank)
         if put is None:
             alone = self._depots._with_region(Region((), Slice(rank, (), ())))
             put = self._puts[rank] = alone.put.broadcast
-        return put
+        put(slot, value)
 
     def _receive(self, command: Command) -> None:
         _, slots, result = command

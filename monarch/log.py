@@ -69,8 +69,10 @@ def get_logger(name: str) -> Logger:
 def show_what_was_asked_for() -> None:
     """Honour `MONARCH_LOG`. Called once, when the runtime starts."""
     asked = os.environ.get("MONARCH_LOG", "").upper()
+    if not asked:
+        return
     logger = logging.getLogger("monarch")
-    if not asked or any(getattr(handler, "is_monarch_log", False) for handler in logger.handlers):
+    if any(getattr(handler, "is_monarch_log", False) for handler in logger.handlers):
         return
     level = logging.getLevelNamesMapping().get(asked)
     if level is None:

@@ -71,10 +71,14 @@ def domain_of(url: str, secret: bytes) -> str:
     return f"{host_identity()}.{hmac.digest(secret, b'domain', 'sha256').hex()[:_DIGITS]}"
 
 
-@functools.cache
 def host_identity() -> str:
     """What the processes of a host have in common, and no others."""
-    facts = os.environ.get("MONARCH_HOST_ID") or "\n".join(_facts())
+    return _digest(os.environ.get("MONARCH_HOST_ID", ""))
+
+
+@functools.cache
+def _digest(given: str) -> str:
+    facts = given or "\n".join(_facts())
     return hashlib.sha256(facts.encode()).hexdigest()[:_DIGITS]
 
 

@@ -6,6 +6,7 @@ except 0. Printing takes the largest units first, down to nanoseconds: 90 s is "
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from decimal import Decimal
@@ -33,6 +34,11 @@ def parse(text: str) -> float:
     """
     if not isinstance(text, str):
         raise TypeError(f"Invalid duration format: {text!r} is no string; write it with a unit, such as '30s'")
+    return _seconds(text)
+
+
+@functools.lru_cache(maxsize=256)
+def _seconds(text: str) -> float:
     if text.strip() == "0":
         return 0.0
     total = Decimal(0)

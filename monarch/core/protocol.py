@@ -16,7 +16,7 @@ This module decides; `gateway` acts. It holds no sockets, threads or clocks: tim
 from __future__ import annotations
 
 import json
-import platform
+import sys
 from collections import deque
 from collections.abc import Mapping
 from enum import IntEnum
@@ -85,7 +85,7 @@ class Hello:
     steady: bool = False
     monarch: str = __version__
     wire: int = WIRE_VERSION
-    python: str = field(factory=lambda: ".".join(platform.python_version_tuple()[:2]))
+    python: str = f"{sys.version_info.major}.{sys.version_info.minor}"
 
     def encode(self) -> Frame:
         body = {name: getattr(self, name) for name in _HELLO_FIELDS}

@@ -101,9 +101,10 @@ class Launcher:
     """Starts processes and tells how each one ended, exactly once. Thread-safe."""
 
     def __init__(self, preload: Sequence[str] = DEFAULT_PRELOAD) -> None:
-        """Take `preload`, the modules that the template imports before it forks. Starts nothing.
+        """Take `preload`, the modules that the template imports before it forks, and `MODULE:FUNCTION`s that it calls.
+        Starts nothing.
 
-        Modules must not start threads or open connections when imported: a fork copies neither.
+        Neither may start threads or open connections: a fork copies neither.
         """
         self._preload = tuple(preload)
         self._lock = threading.RLock()

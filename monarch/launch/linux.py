@@ -64,11 +64,18 @@ def set_process_title(title: str) -> None:
     encoded = title.encode(errors="replace")
     comm = ctypes.create_string_buffer(encoded[:15])
     prctl(_PR_SET_NAME, ctypes.addressof(comm), 0, 0, 0)
+    start, end = _argument_area()
+    if 0 < start < end:
+        ctypes.memmove(start, encoded[: end - start - 1].ljust(end - start, b"\0"), end - start)
+
+
+@functools.cache
+def _argument_area() -> tuple[int, int]:
+    """Where the memory of the command line starts and ends, in this process and its forks; (0, 0) if unknown."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end: proc(5), /proc/pid/stat, 48 and 49
-        if 0 < start < end:
-            ctypes.memmove(start, encoded[: end - start - 1].ljust(end - start, b"\0"), end - start)
+        return int(fields[45]), int(fields[46])  # arg_start and arg_end: proc(5), /proc/pid/stat, 48 and 49
+    return 0, 0
 
 
 def open_pidfd(pid: int) -> int | None:

@@ -388,11 +388,15 @@ def _load(modules: Sequence[str], driver: int | None, lifeline: int) -> None:
 
 
 def _import(modules: Sequence[str]) -> None:
-    """Import what children will need. What cannot be imported is left to the child that wants it, to fail there."""
+    """Import what children will need, and call what `MODULE:FUNCTION` names. What fails is left to the child that wants
+    it, to fail there."""
     gc.disable()
     for name in modules:
         with contextlib.suppress(BaseException):
-            importlib.import_module(name)
+            module, _, function = name.partition(":")
+            found = importlib.import_module(module)
+            if function:
+                getattr(found, function)()
     gc.collect()
     gc.freeze()
     disown_finalizers()

@@ -6,14 +6,16 @@ actors have threads of their own.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import pickle
 import queue
+import socket
 import sys
 import threading
 from collections.abc import Callable
 
-from monarch.core import settings
+from monarch.core import address, settings
 from monarch.core.ids import ActorId, new_number
 from monarch.core.monitor import Down
 from monarch.launch import stack_signal
@@ -25,6 +27,7 @@ from monarch.mesh.context import NOWHERE, Context, set_client_context
 from monarch.mesh.host import Boot
 from monarch.mesh.mesh_proc import MeshProc
 from monarch.transports import registry
+from monarch.transports import url as urls
 
 _LAST_WORDS_S = 2.0
 
@@ -53,6 +56,15 @@ class MainThread:
             job()
             with self._lock:
                 self._free = True
+
+
+def rehearse() -> None:
+    """Work out what is the same in every process, for the template that they are forked from: it stays in caches."""
+    settings.merged()
+    address.host_identity()
+    urls.stays_on_host(registry.any_address("tcp"))
+    socket.getaddrinfo("127.0.0.1", 0)  # finds the codec for names of hosts
+    asyncio.get_event_loop_policy()
 
 
 def start(boot: Boot) -> MeshProc:

@@ -181,8 +181,8 @@ class ProcessStarter:
 
 # What children import anyway is imported once, by the template: 18 ms less for each child. Loading pynng does not yet
 # touch nng, which must not be used before a fork; `idna` is what `connect` loads for a host's name.
-_PRELOAD = ("asyncio", "cloudpickle", "faulthandler", "socket", "monarch.actor", "monarch.mesh.child")
-_PRELOAD_FOR = {"tcp": ("pynng", "encodings.idna")}
+_PRELOAD = ("asyncio", "cloudpickle", "faulthandler", "socket", "monarch.actor", "monarch.mesh.child:rehearse")
+_PRELOAD_FOR = {"tcp": ("pynng",)}
 
 
 @define(eq=False)

@@ -46,6 +46,8 @@ _PAIRING_S: Final = 10.0
 _MAX_PAIRING: Final = 128
 _USER_TIMEOUT_MS: Final = 20_000
 
+_INSTALLED: Final = importlib.util.find_spec("pynng") is not None  # without importing it
+
 _start_lock: Final = threading.Lock()
 _pynng: Any = None
 
@@ -270,7 +272,7 @@ class TcpTransport:
     def viability(self) -> Viability:
         if not hasattr(select, "epoll") or sys.platform != "linux":
             return Viability(False, "it needs epoll, which only Linux has")
-        if importlib.util.find_spec("pynng") is None:  # without importing it
+        if not _INSTALLED:
             return Viability(False, "the package pynng is not installed")
         return Viability(True)
 

@@ -14,6 +14,7 @@ ADVERTISE@BIND          two URLs: peers dial the first, the listener binds the s
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import re
 
@@ -61,6 +62,7 @@ class Url:
         return text if self.bind is None else f"{text}@{self.bind}"
 
 
+@functools.lru_cache(maxsize=1024)
 def parse(text: str, scheme: str | None = None) -> Url:
     """Read an address; with `scheme`, refuse one of another transport.
 
@@ -85,10 +87,15 @@ def stays_on_host(text: str) -> bool:
     url = parse(text)
     if url.scheme not in _HOST_PORT:
         return True
+    return _is_loopback(url.host)
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_loopback(host: str) -> bool:
     try:
-        return ipaddress.ip_address(url.host).is_loopback
+        return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return url.host == "localhost"
+        return host == "localhost"
 
 
 def _parse_one(text: str, whole: str) -> Url:

@@ -17,7 +17,7 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from attrs import define
 
 from monarch.launch import linux
 from monarch.launch.bootstrap import FD_VARIABLE, Job
+from monarch.launch.library_threads import LibraryThreads
 from monarch.launch.wire import Message, explain, memory_file
 
 
@@ -39,7 +40,7 @@ class Birth:
         directory: descriptor of the working directory.
         reports: pipe on which to say why it does not come up.
         library_fds: descriptors that belong to imported libraries and stay open.
-        set_threads: re-applies thread counts (`thread_setter`).
+        threads: of imported libraries.
     """
 
     template: int
@@ -53,7 +54,7 @@ class Birth:
     at: int
     facts: int
     payload: int
-    set_threads: Callable[[dict[str, str]], None]
+    threads: LibraryThreads
 
 
 def become(birth: Birth) -> Job:
@@ -107,7 +108,7 @@ def _reseed(birth: Birth, env: dict[str, str]) -> None:
     time.tzset()
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
-    birth.set_threads(env)
+    birth.threads.apply(env)
 
 
 def _exec(birth: Birth, job: Job, command: list[Any], env: dict[str, str], limits: list[list[int]]) -> None:
@@ -167,31 +168,3 @@ def _set_limits(limits: list[list[int]]) -> None:
         if resource.getrlimit(number) != (soft, hard):
             with contextlib.suppress(OSError, ValueError):  # a hard limit that was lowered cannot be raised again
                 resource.setrlimit(number, (soft, hard))
-
-
-def thread_setter() -> Callable[[dict[str, str]], None]:
-    """How a child re-applies thread counts that libraries have read at their import, here, with other variables."""
-    import ctypes
-
-    setters: list[Any] = []
-    with contextlib.suppress(OSError):
-        maps = Path("/proc/self/maps").read_text().split()
-        for path in {p for p in maps if p.startswith("/") and "openblas" in p}:
-            library = ctypes.CDLL(path)
-            for name in ("openblas_set_num_threads", "openblas_set_num_threads64_"):
-                setter = getattr(library, name, None) or getattr(library, f"scipy_{name}", None)
-                if setter is not None:
-                    setters.append(setter)
-    before = os.environ.get("OMP_NUM_THREADS")
-
-    def apply(env: dict[str, str]) -> None:
-        wanted = env.get("OPENBLAS_NUM_THREADS") or env.get("OMP_NUM_THREADS") or ""
-        count = int(wanted) if wanted.isdecimal() else len(os.sched_getaffinity(0)) if linux.LINUX else 1
-        if count > 1:
-            for setter in setters:
-                setter(count)
-        of_torch = env.get("OMP_NUM_THREADS", "")
-        if "torch" in sys.modules and of_torch != before and of_torch.isdecimal():
-            sys.modules["torch"].set_num_threads(int(of_torch))
-
-    return apply

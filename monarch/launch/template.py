@@ -49,7 +49,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from attrs import define, field
@@ -57,9 +57,11 @@ from attrs import define, field
 from monarch.launch import linux
 from monarch.launch.bootstrap import Job
 from monarch.launch.compiled import CodeStore, share_compiled_code
-from monarch.launch.forked import Birth, become, close_all_but, thread_setter
+from monarch.launch.forked import Birth, become, close_all_but
 from monarch.launch.guardian import fork_template
+from monarch.launch.heap import fill_holes
 from monarch.launch.leaving import disown_finalizers, run_and_leave
+from monarch.launch.library_threads import LibraryThreads
 from monarch.launch.orphans import Orphans, kill
 from monarch.launch.tee import Tee
 from monarch.launch.wire import Lost, Message, Wire, close_all, explain, memory_file
@@ -135,7 +137,7 @@ class Template:
     tees: list[Tee] = field(factory=list)
     started: list[tuple[int, int]] = field(factory=list)
     failures: dict[int, str] = field(factory=dict)  # by pid: what a child has said about itself
-    set_threads: Callable[[dict[str, str]], None] = field(factory=thread_setter)
+    threads: LibraryThreads = field(factory=LibraryThreads)
     imported: frozenset[str] = field(factory=lambda: frozenset(sys.modules))
     orphans: Orphans = field(factory=Orphans)
     orphaned: bool = False  # orphans are there that are to end
@@ -239,7 +241,7 @@ class Template:
         sys.path[:] = path
         _import(modules)
         self.library_fds |= _open_fds() - before
-        self.set_threads = thread_setter()
+        self.threads = LibraryThreads()
         self.imported = frozenset(sys.modules)
         self.wire.send({"op": "ready", "pid": self.pid, "threads": linux.thread_count()})
 
@@ -337,7 +339,7 @@ class Template:
                     at=child.at,
                     facts=child.facts,
                     payload=child.payload,
-                    set_threads=self.set_threads,
+                    threads=self.threads,
                 )
             )
         with contextlib.suppress(OSError):
@@ -398,6 +400,7 @@ def _import(modules: Sequence[str]) -> None:
             if function:
                 getattr(found, function)()
     gc.collect()
+    fill_holes()
     gc.freeze()
     disown_finalizers()
 

@@ -481,16 +481,24 @@ def test_the_default_command_with_variables_still_forks(bench: Bench) -> None:
 def test_numpy_in_the_template_starts_no_thread_and_its_copies_differ(tmp_path: Path, entry_on_path: Path) -> None:
     pytest.importorskip("numpy")
     bench = Bench(tmp_path, preload=["numpy"])
+    code = """
+import numpy
+counts = [len(os.listdir("/proc/self/task"))]
+numpy.ones((512, 512)) @ numpy.ones((512, 512))
+tell([*counts, len(os.listdir("/proc/self/task")), numpy.random.rand()])
+"""
+    plain = {k: v for k, v in os.environ.items() if not k.endswith("_NUM_THREADS")}
     try:
-        code = "import numpy; tell([len(os.listdir('/proc/self/task')), numpy.random.rand()])"
-        env = {k: v for k, v in os.environ.items() if not k.endswith("_NUM_THREADS")}
-        seen = [bench.told(code, {**env, "OPENBLAS_NUM_THREADS": n}) for n in "113"]
+        environments = [plain, *({**plain, "OPENBLAS_NUM_THREADS": n} for n in "13")]
+        seen = [bench.told(code, env) for env in environments]
         assert os.listdir(f"/proc/{template_of(bench)}/task") == [str(template_of(bench))]
     finally:
         bench.launcher.close()
 
-    assert [threads for threads, _ in seen] == [1, 1, 3]
-    assert len({number for _, number in seen}) == 3
+    at_start, at_work, numbers = zip(*seen, strict=True)
+    assert at_start == (1, 1, 1)
+    assert at_work == (len(os.sched_getaffinity(0)), 1, 3)
+    assert len(set(numbers)) == 3
 
 
 def test_modules_are_preloaded_for_a_later_launch_too(bench: Bench, entry_on_path: Path) -> None:

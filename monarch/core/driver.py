@@ -26,6 +26,10 @@ _LOOK_S: Final = 1.0
 """The longest sleep of the main thread. A signal that comes between Python's last look at signals and the call of the
 system does not end that call: about one Ctrl-C in 3,000 would wait for the next message."""
 
+_JOIN_LIMIT_S: Final = 5.0
+_LEAD_LIMIT_S: Final = 1.0
+"""How long `stop` waits for the side thread, and for the thread that leads."""
+
 
 class Signal:
     """Wakes one waiting thread. `notify` may come from any thread, before or during the wait; it is never lost.
@@ -129,7 +133,7 @@ class ThreadDriver:
         self._stopping = True
         self._wake()
         if threading.current_thread() is not self.thread:
-            self.thread.join(5.0)
+            self.thread.join(_JOIN_LIMIT_S)
 
 
 class CallerDriver:
@@ -267,12 +271,14 @@ class CallerDriver:
         for signal in list(self._followers):
             signal.nudge()
         if threading.current_thread() is not self.thread:
-            self.thread.join(5.0)
+            self.thread.join(_JOIN_LIMIT_S)
             if self._leader == threading.get_ident():
                 return  # called from inside the pump
         else:
             return
-        if self._lead.acquire(timeout=1.0):  # whoever leads is out of the pump: what it polls may be closed now
+        if self._lead.acquire(
+            timeout=_LEAD_LIMIT_S
+        ):  # whoever leads is out of the pump: what it polls may be closed now
             self._lead.release()
 
 

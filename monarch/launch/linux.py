@@ -97,20 +97,29 @@ def children_of(pid: int) -> list[int]:
 
     The kernel may leave some out while others are exiting: ask again after each exit.
     """
-    found: list[int] = []
     try:
-        for task in os.scandir(f"/proc/{pid}/task"):
+        return _children_of_tasks(pid)
+    except FileNotFoundError:  # a kernel without CONFIG_PROC_CHILDREN, no /proc, or the thread has just ended
+        return _children_in_proc(pid)
+
+
+def _children_of_tasks(pid: int) -> list[int]:
+    found: list[int] = []
+    with os.scandir(f"/proc/{pid}/task") as tasks:
+        for task in tasks:
             with contextlib.suppress(ProcessLookupError):
                 found += map(int, Path(task.path, "children").read_text().split())
-        return found
-    except FileNotFoundError:  # a kernel without CONFIG_PROC_CHILDREN, or no /proc
-        pass
-    with contextlib.suppress(FileNotFoundError):
-        for entry in os.scandir("/proc"):
-            if entry.name.isdigit():
+    return found
+
+
+def _children_in_proc(pid: int) -> list[int]:
+    found: list[int] = []
+    with contextlib.suppress(FileNotFoundError), os.scandir("/proc") as processes:
+        for process in processes:
+            if process.name.isdigit():
                 with contextlib.suppress(OSError):
-                    if int(Path(entry.path, "stat").read_text().rpartition(")")[2].split()[1]) == pid:
-                        found.append(int(entry.name))
+                    if int(Path(process.path, "stat").read_text().rpartition(")")[2].split()[1]) == pid:
+                        found.append(int(process.name))
     return found
 
 
@@ -147,9 +156,10 @@ def handles_signal(pid: int, tid: int, signum: int) -> bool:
 def run_times_s(pid: int) -> dict[int, float]:
     """How long each thread of a process has had a processor, by its kernel's number, in seconds."""
     found: dict[int, float] = {}
-    for task in os.scandir(f"/proc/{pid}/task"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            found[int(task.name)] = int(Path(task.path, "schedstat").read_text().split()[0]) / 1e9
+    with os.scandir(f"/proc/{pid}/task") as tasks:
+        for task in tasks:
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                found[int(task.name)] = int(Path(task.path, "schedstat").read_text().split()[0]) / 1e9
     return found
 
 

@@ -186,8 +186,9 @@ class _Pair:
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            _pairs.discard(self)
             self._socket.close()
+            self._socket.close = _nothing  # it would close again when it is collected, maybe in a fork
+            _pairs.discard(self)
             self.wake.close()
 
 

@@ -105,7 +105,7 @@ def test_a_wait_ends_with_its_time(driver: CallerDriver | ThreadDriver) -> None:
     start_s = time.monotonic()
     assert not driver.wait(Signal(), 0.02)
     assert not driver.wait(Signal(), 0.0)
-    assert 0.019 <= time.monotonic() - start_s < _LIMIT_S
+    assert time.monotonic() - start_s >= 0.019
 
 
 def test_an_answer_through_the_links_ends_the_wait(driver: CallerDriver | ThreadDriver, links: Links) -> None:
@@ -302,6 +302,14 @@ def test_stop_leaves_waits_to_their_signals_and_times(driver: CallerDriver | Thr
     driver.stop()
 
 
+@pytest.fixture
+def no_limit_to_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits for itself waits until the test is out of time."""
+    monkeypatch.setattr("monarch.core.driver._JOIN_LIMIT_S", 3600.0)
+    monkeypatch.setattr("monarch.core.driver._LEAD_LIMIT_S", 3600.0)
+
+
+@pytest.mark.usefixtures("no_limit_to_a_stop")
 def test_stop_from_inside_the_pump_returns(driver: CallerDriver | ThreadDriver, links: Links) -> None:
     stopped = threading.Event()
     signal = Signal()
@@ -311,12 +319,11 @@ def test_stop_from_inside_the_pump_returns(driver: CallerDriver | ThreadDriver, 
         stopped.set()
         signal.notify()
 
-    start_s = time.monotonic()
     links.post(stop)
     assert driver.wait(signal, _LIMIT_S) and stopped.wait(_LIMIT_S)
-    assert time.monotonic() - start_s < 0.9  # it did not wait for itself
 
 
+@pytest.mark.usefixtures("no_limit_to_a_stop")
 def test_stop_by_the_leader_does_not_wait_for_itself(caller: CallerDriver, links: Links) -> None:
     signal, stopped = Signal(), Signal()
 
@@ -329,10 +336,9 @@ def test_stop_by_the_leader_does_not_wait_for_itself(caller: CallerDriver, links
         links.post(stop)
 
     other = _start(post)
-    start_s = time.monotonic()
     assert caller.wait(stopped, _LIMIT_S)
     _join(other)
-    assert links.by[-1] == threading.get_ident() and time.monotonic() - start_s < 0.9
+    assert links.by[-1] == threading.get_ident()
     assert not caller.wait(signal, 0.001)
 
 

@@ -104,10 +104,8 @@ def test_both_may_dial_at_once_and_one_link_stays(net: Net) -> None:
             for n in range(20):
                 send(src, dst, port, b"x/%d" % n)
 
-        start_s = time.monotonic()
         _join(_threads(lambda: talk(a, b, at_b[0]), lambda: talk(b, a, at_a[0])))
         until(lambda: len(at_a[1].got) == len(at_b[1].got) == 20)
-        assert time.monotonic() - start_s < 5
         assert _numbers(at_a[1].got, b"x") == _numbers(at_b[1].got, b"x") == list(range(20))
         until(lambda: not a.gateway._newcomers and not b.gateway._newcomers)
         assert len(a.gateway._links) == len(b.gateway._links) == 1
@@ -215,9 +213,7 @@ def test_close_delivers_what_was_sent_before_it_and_says_goodbye(net: Net) -> No
             until(lambda: at_b.got)
         for n in range(count):
             send(a, b, number, b"x/%d" % n)  # the link is still to be dialed
-        start_s = time.monotonic()
-        a.close(5.0)
-        assert time.monotonic() - start_s < 3.0
+        a.close(LIMIT_S)
         until(lambda: heard and len(at_b.got) == max(count, 1))
         assert _numbers(at_b.got, b"x") == list(range(max(count, 1)))
         assert heard[0].stopped, heard

@@ -125,10 +125,8 @@ def test_a_host_that_vanishes_is_reported_with_all_its_processes(
         pids = [pid for _, pid in members.place.call().get(LIMIT_S).values()]
         machines[1].cut()
         try:
-            began_s = time.monotonic()
             with pytest.raises(SupervisionError, match=r"nothing was heard from .* for 1 s"):
                 members.slice(hosts=1).taken.call().get(LIMIT_S)
-            assert time.monotonic() - began_s < 5
             assert len(members.slice(hosts=0).place.call().get(LIMIT_S)) == 2
             quick.allow_faults()
         finally:

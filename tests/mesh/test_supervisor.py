@@ -425,11 +425,9 @@ def test_a_child_that_does_not_end_in_its_time_is_killed(real_client: TestClient
     child = Child("stubborn", Stubborn, port, "s").options(shutdown_s=0.1)
     supervisor = supervise(child)
     pid = supervisor.child(child).pid.call_one().get(LIMIT_S)
-    began_s = time.monotonic()
 
     supervisor.stop().get(LIMIT_S)
 
-    assert time.monotonic() - began_s < 2.0
     wait_until_gone(pid)
 
 

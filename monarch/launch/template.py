@@ -83,6 +83,7 @@ from monarch.launch.template import main
 main(setup)
 """
 
+_FORKS_PER_TURN: Final = 8  # what the template writes to between two forks is copied for each
 _KILL_LIMIT_S: Final = 10.0  # then the template gives up on what SIGKILL does not end (stuck in the kernel)
 _FAULTS: Final = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP}
 
@@ -157,10 +158,11 @@ class Template:
                 self._handle(message, fds)
             if self.wire.closed:
                 self._kill_all()
-            if self.todo and self.state is _State.SERVING:
-                job = self._fork(*self.todo.popleft())
-                if job is not None:
-                    return job
+            for _ in range(_FORKS_PER_TURN):
+                if self.todo and self.state is _State.SERVING:
+                    job = self._fork(*self.todo.popleft())
+                    if job is not None:
+                        return job
 
     def _over(self) -> bool:
         if self.state is _State.SERVING:

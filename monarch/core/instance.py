@@ -11,8 +11,9 @@ In a turn, control messages come first (supervision, stop), then calls, of which
 `async` endpoint waits, the loop runs other tasks and control messages, but no further call is taken. What an actor
 does is its `Behavior`, which the layer above supplies; this module knows nothing of endpoints and pickles.
 
-An actor that ends refuses what is still queued, releases what it owns, runs its cleanup, which has a time limit, and
-then reports a `Down` to its process, once.
+An actor that ends refuses what is still queued, releases what it owns, runs its cleanup, which has a time limit,
+releases what that has made, and then reports a `Down` to its process, once. What fails meanwhile is not lost: it turns
+a stop into a failure.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ class Behavior(Protocol):
         ...
 
     def release(self, down: Down) -> None:
-        """Stop what the actor owns; blocks, bounded."""
+        """Stop what the actor owns; blocks, bounded. Called before and after the cleanup."""
         ...
 
     def cleanup(self, down: Down) -> Coroutine[Any, Any, Down | None] | Down | None:
@@ -141,6 +142,7 @@ class Instance(Sender):
         self._current: asyncio.Task[Any] | None = None
         self._current_envelope: Envelope | None = None
         self._concurrent: dict[asyncio.Task[Any], Envelope] = {}
+        self._beside: set[asyncio.Task[Any]] = set()
         self._stopping: Down | None = None
         self._reported = threading.Lock()
 
@@ -171,8 +173,9 @@ class Instance(Sender):
     def is_cancelled(self, call: CallKey) -> bool:
         return call in self._cancelled
 
-    def post_control(self, action: Callable[[], None]) -> None:
-        self.mailbox.control(action)
+    def post_control(self, action: Callable[[], None]) -> bool:
+        """Have the actor's thread do something; False when it has ended."""
+        return self.mailbox.control(action)
 
     def request_stop(self, down: Down) -> None:
         """Refuse new calls, serve those that are queued, then end."""
@@ -215,8 +218,14 @@ class Instance(Sender):
                 return
         self._cancelled.discard(call)  # it is over, or never came
 
-    def start_now(self, coro: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Run `coro` beside the calls, in the current context; its first step is made at once."""
+    def start_beside(self, coro: Coroutine[Any, Any, Any]) -> None:
+        """Run `coro` beside the calls, in the current context. The actor's end waits for it, as for its cleanup."""
+        task = self._start_now(coro)
+        self._beside.add(task)
+        task.add_done_callback(self._beside.discard)
+
+    def _start_now(self, coro: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Its first step is made at once."""
         return self._loop.start_now(coro, contextvars.copy_context())
 
     def stillborn(self, down: Down) -> None:
@@ -316,7 +325,7 @@ class Instance(Sender):
         if isinstance(outcome, Down):
             self.end(outcome)
             return
-        task = self.start_now(outcome.coro)
+        task = self._start_now(outcome.coro)
         if task.done():
             self._current_envelope = None
             self._after(task)
@@ -347,8 +356,9 @@ class Instance(Sender):
             self.end(down)
 
     def end(self, down: Down, *, constructed: bool = True) -> None:
-        """Refuse what is left, release, clean up, report. On the actor's thread; the first reason counts."""
+        """Refuse what is left, release, clean up, report. On the actor's thread; of two reasons see `Down.then`."""
         if self.phase in (Phase.ENDING, Phase.ENDED):
+            self._also(down)
             return
         self.phase = Phase.ENDING
         self.down = down
@@ -367,32 +377,53 @@ class Instance(Sender):
                 behavior.abandon(envelope, down)
         if self._current is not None:
             self._current.cancel()
-        task = self._loop.create_task(self._wind_up(down, constructed))
+        task = self._loop.create_task(self._wind_up(constructed))
         task.add_done_callback(lambda _: self.cut_off())
 
-    async def _wind_up(self, down: Down, constructed: bool) -> None:
+    def _also(self, later: Down) -> None:
+        """Something more has happened to an actor that ends."""
+        if self.down is None or later.stopped:  # None: it was cut off
+            return
+        if not self.down.stopped or self._reported.locked():
+            log.warning("actor.failed_again", actor=self.member, ended=str(self.down), again=str(later))
+        self.down = self.down.then(later)
+
+    async def _wind_up(self, constructed: bool) -> None:
         others = [t for t in (self._current, *self._concurrent) if t is not None]
         if others:
             await asyncio.wait(others, timeout=1.0)
         proc = self.proc_runtime
-        proc.gateway.call_later(
-            proc.cleanup_timeout_s + proc.release_timeout_s, partial(_overdue, weakref.ref(self), down)
-        )
+        proc.gateway.call_later(proc.cleanup_timeout_s + proc.release_timeout_s, partial(_overdue, weakref.ref(self)))
+        await self._release()
+        if constructed:
+            await self._clean_up()
+            await self._release()
+
+    async def _release(self) -> None:
+        """Nothing that the actor owns is left after it, and what came of that has been dealt with."""
+        down = self.down
+        assert down is not None
         try:
             hidden_loop(lambda: self._behavior.release(down))
         except Exception:
             log.exception("release.failed", actor=self.actor_id.name)
-        if constructed:
-            try:
-                cleanup = self._behavior.cleanup(down)
-                if isinstance(cleanup, Down):
-                    down = cleanup
-                elif cleanup is not None:
-                    failed = await asyncio.wait_for(cleanup, proc.cleanup_timeout_s)
-                    down = failed if failed is not None else down
-            except TimeoutError:
-                log.warning("cleanup.overdue", actor=self.actor_id.name, limit_s=proc.cleanup_timeout_s)
-        self.down = down
+        dealt_with = asyncio.Event()
+        self.post_control(dealt_with.set)  # behind all that the release has brought
+        await dealt_with.wait()
+        if self._beside:
+            await asyncio.wait(self._beside, timeout=self.proc_runtime.cleanup_timeout_s)
+
+    async def _clean_up(self) -> None:
+        assert self.down is not None
+        limit_s = self.proc_runtime.cleanup_timeout_s
+        try:
+            cleanup = self._behavior.cleanup(self.down)
+            failed = cleanup if isinstance(cleanup, Down | None) else await asyncio.wait_for(cleanup, limit_s)
+        except TimeoutError:
+            log.warning("cleanup.overdue", actor=self.actor_id.name, limit_s=limit_s)
+            return
+        if failed is not None:
+            self._also(failed)
 
     def _finish_loop(self) -> None:
         """Cancel what the user left on the loop, close it, and report."""
@@ -410,7 +441,15 @@ class Instance(Sender):
             log.exception("loop.unclean", actor=self.actor_id.name)
         finally:
             loop.close()
+            self._finish_control()
             self._report(self.down if self.down is not None else Down("stopped", "the actor has ended"))
+
+    def _finish_control(self) -> None:
+        while (action := self.mailbox.take_control(last=True)) is not None:
+            try:
+                action()
+            except Exception:
+                log.exception("control.failed", actor=self.actor_id.name)
 
     def _report(self, down: Down) -> None:
         if self._reported.acquire(blocking=False):
@@ -432,9 +471,10 @@ class Instance(Sender):
         return tuple(waiting_tasks(self._loop))
 
 
-def _overdue(instance: weakref.ref[Instance], down: Down) -> None:
+def _overdue(instance: weakref.ref[Instance]) -> None:
     """The time for an actor's end is over: report it, even if its thread is still busy with that."""
     found = instance()
     if found is not None and found.phase is not Phase.ENDED:
         log.warning("cleanup.overdue", actor=found.actor_id.name, limit_s=found.proc_runtime.cleanup_timeout_s)
-        found._report(down)
+        assert found.down is not None
+        found._report(found.down)

@@ -18,7 +18,7 @@ from monarch.core.monitor import Down
 class Mailbox:
     """`put` may be called from any thread, `take` from the actor's. After `close`, nothing more goes in."""
 
-    __slots__ = ("_calls", "_control", "_expected", "_lock", "_waiting", "closed", "signal")
+    __slots__ = ("_calls", "_control", "_expected", "_lock", "_sealed", "_waiting", "closed", "signal")
 
     def __init__(self, signal: Signal) -> None:
         self.signal = signal
@@ -27,6 +27,7 @@ class Mailbox:
         self._control: deque[Callable[[], None]] = deque()
         self.closed: Down | None = None
         """Why nothing is accepted any more."""
+        self._sealed = False
         self._expected: dict[tuple[int, int], int] = {}
         self._waiting: dict[tuple[int, int], dict[int, Envelope]] = {}
 
@@ -59,13 +60,22 @@ class Mailbox:
         self.signal.notify()
         return None
 
-    def control(self, action: Callable[[], None]) -> None:
-        """Queue something that the runtime does on the actor's thread; always accepted, served before calls."""
-        self._control.append(action)
+    def control(self, action: Callable[[], None]) -> bool:
+        """Queue something that the runtime does on the actor's thread, before calls. False once that is over."""
+        with self._lock:
+            if self._sealed:
+                return False
+            self._control.append(action)
         self.signal.notify()
+        return True
 
-    def take_control(self) -> Callable[[], None] | None:
-        return self._control.popleft() if self._control else None
+    def take_control(self, *, last: bool = False) -> Callable[[], None] | None:
+        """The oldest, or None; with `last`, None also means that no more are accepted."""
+        if self._control or not last:
+            return self._control.popleft() if self._control else None
+        with self._lock:
+            self._sealed = not self._control
+        return self.take_control()
 
     def take(self) -> Envelope | None:
         return self._calls.popleft() if self._calls else None

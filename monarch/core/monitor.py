@@ -53,6 +53,10 @@ class Down:
     def stopped(self) -> bool:
         return self.kind == "stopped"
 
+    def then(self, later: Down) -> Down:
+        """Why something has ended that was about to end as this says when `later` came: the first failure counts."""
+        return later if self.stopped else self
+
     def because(self, cause: Down) -> Down:
         return evolve(self, cause=cause)
 

@@ -62,6 +62,7 @@ class ProcAgent:
         self._unprepared: Down | None = None  # the bootstrap function failed: no actor of others is made any more
         self._gate_lock = threading.RLock()  # the setup actor's thread opens, the driving thread adds
         self._stopping_all = False
+        self._unheard: set[int] = set()  # actors that have failed, and whose owner has not heard of it for sure
         self._end_lock = threading.Lock()
         runtime.handlers["spawn"] = self._on_spawn
         runtime.handlers["stop_actor"] = self._on_stop_actor
@@ -151,8 +152,16 @@ class ProcAgent:
         def tell(down: Down) -> None:
             if owner.proc.key == runtime.key:
                 runtime.books.member_down(number, rank, down)
-            else:
+            elif down.stopped:
                 runtime.tell(owner.proc, "member_down", number, rank, down)
+            else:
+                self._unheard.add(number)
+                heard = runtime.request(owner.proc, "member_down", number, rank, down)
+                heard._on_done(lambda: was_heard())
+
+        def was_heard() -> None:
+            self._unheard.discard(number)
+            self.end_if_idle()
 
         return tell
 
@@ -182,8 +191,9 @@ class ProcAgent:
         self.end_if_idle()
 
     def end_if_idle(self) -> None:
-        """Call `on_end`, once, if all actors were to stop and have."""
-        if not self._stopping_all or self._instances():
+        """Call `on_end`, once, if all actors were to stop and have. That this process has been stopped must not
+        overtake the news that one of them has failed."""
+        if not self._stopping_all or self._unheard or self._instances():
             return
         with self._end_lock:
             on_end, self.on_end = self.on_end, lambda: None
@@ -203,8 +213,9 @@ def release_owned(owner: Spawner, down: Down, limit_s: float | None = None) -> N
     """Stop what `owner` owns, the youngest first, and wait for it: `release_timeout_s` for each mesh, or `limit_s` for
     all, after which nobody is surprised."""
     deadline_s = None if limit_s is None else time.monotonic() + limit_s
-    if owner.on_release is not None:
-        owner.on_release(down)
+    on_release, owner.on_release = owner.on_release, None
+    if on_release is not None:
+        on_release(down)
     runtime = owner.proc_runtime
     owned = list(reversed(owner.owned.values()))
     stops = [each.stop(f"its owner ended: {down.reason}") for each in owned]

@@ -60,7 +60,7 @@ class ProcClient(Spawner):
         runtime.adopt(self)
 
     def supervise(self, failure: MeshFailure) -> None:
-        log.error("failure.unhandled", failure=failure.report())
+        self.proc_runtime.unowned(failure)
 
     def stop(self, reason: str | None = None) -> None:
         raise RuntimeError("the client cannot be stopped like an actor: use shutdown_context()")
@@ -84,6 +84,7 @@ class RootClient(ProcClient):
         self._last_faults: list[MeshFailure] = []
         self._shutdown: Future[None] | None = None
         self._shutdown_lock = threading.Lock()
+        runtime.handlers["unowned"] = lambda _, failure: self.supervise(failure)
 
     def refuse_closed(self) -> None:
         if self._shutdown is not None:

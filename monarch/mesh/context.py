@@ -171,7 +171,8 @@ class ActorInstance(Spawner, CoreInstance):
         return f"{self.name}{self.rank}" if len(self.rank) else self.name
 
     def supervise(self, failure: MeshFailure) -> None:
-        self.post_control(lambda: self.on_failure(failure))
+        if not self.post_control(lambda: self.on_failure(failure)):
+            self.proc_runtime.unowned(failure)
 
     def stop(self, reason: str | None = None) -> None:
         self.request_stop(Down("stopped", reason or "stopped by itself"))

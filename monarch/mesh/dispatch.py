@@ -20,6 +20,7 @@ from attrs import define, evolve
 from monarch.core import codec, exceptions
 from monarch.core.envelope import Envelope, Flag
 from monarch.core.ids import ActorId, PortId
+from monarch.core.instance import Phase
 from monarch.core.loop import hidden_loop
 from monarch.core.monitor import Down
 from monarch.core.serving import Served
@@ -300,16 +301,14 @@ class ActorBehavior:
 
     def supervise(self, failure: MeshFailure) -> None:
         """Something this actor owns has failed. On the actor's thread, between messages or while an endpoint waits."""
-        if self._instance.down is not None:
-            return
         handler = getattr(self._actor, "__supervise__", None)
-        if handler is None:
+        if handler is None or self._instance.phase is Phase.ENDED:
             self._unhandled(failure, None)
             return
         current_context.set(Context(self._instance, self._instance.rank))
         try:
             if inspect.iscoroutinefunction(handler):
-                self._instance.start_now(self._supervise_async(handler, failure))
+                self._instance.start_beside(self._supervise_async(handler, failure))
                 return
             handled = hidden_loop(lambda: handler(failure))
         except BaseException as error:
@@ -333,6 +332,7 @@ class ActorBehavior:
             down = self._failed(f"{member}: __supervise__ raised", error)
         else:
             verdict = "did not return True" if hasattr(self._actor, "__supervise__") else "is not defined"
+            verdict = "could not be asked any more" if self._instance.phase is Phase.ENDED else verdict
             text = (
                 f"{member} did not handle a supervision event from its child {failure.member}: __supervise__ {verdict}"
             )

@@ -24,6 +24,7 @@ from monarch.verbs.node import prefer as prefer_device
 
 if TYPE_CHECKING:
     from monarch.onesided.transfers import Transfers
+    from monarch.supervision.failure import MeshFailure
 
 
 class MeshProc(Proc):
@@ -77,6 +78,10 @@ class MeshProc(Proc):
 
     def expects(self, number: int) -> bool:
         return self.agent.expects(number)
+
+    def unowned(self, failure: MeshFailure) -> None:
+        """Something has failed whose owner cannot be asked, because it has ended, or is no actor: the client is."""
+        self.tell(self.root, "unowned", failure)
 
     def actor_ended(self, instance: Instance, down: Down) -> None:
         self.books.owners.pop(instance.actor_id.number, None)

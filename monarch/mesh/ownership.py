@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from monarch.core import settings
+from monarch.core.envelope import Envelope
 from monarch.core.future import Future
 from monarch.core.ids import ProcId
 from monarch.core.monitor import Down
@@ -68,9 +69,10 @@ class OwnedActors:
             self.owner.owned.pop(self.number, None)
             self.owner.owned_once.append(self.number)
             self._books.meshes.pop(self.number, None)
-            self._stopped._complete(lambda: None)
         if not expected:
             self.owner.supervise(MeshFailure(self.name, [rank], self._describe(rank), down))
+        if all_down:
+            self._stopped._complete(lambda: None)  # who waits for the end shall know of the failures
         with self._lock:
             self._told.add(rank)
             then = self._when_told.pop(rank, None)
@@ -200,9 +202,15 @@ class Books:
     def __init__(self, runtime: Proc) -> None:
         self.meshes: dict[int, OwnedActors] = {}
         self.owners: dict[int, Spawner] = {}
-        runtime.handlers["member_down"] = lambda envelope, *end: self.member_down(*end)
+        runtime.handlers["member_down"] = self._on_member_down
         runtime.on_proc_gone.append(self._on_proc_gone)
         runtime.handlers["proc_gone"] = lambda envelope, proc, down: runtime.gateway.process_ended(proc, down)
+
+        self._runtime = runtime
+
+    def _on_member_down(self, envelope: Envelope, number: int, rank: int, down: Down) -> None:
+        self.member_down(number, rank, down)
+        self._runtime.answer(envelope)
 
     def member_down(self, number: int, rank: int, down: Down) -> None:
         """A member of the mesh with this number has ended."""

@@ -116,7 +116,7 @@ def test_calls_are_served_in_order_after_the_construction(proc: Proc) -> None:
     life.thread.start()
 
     assert life.end() == _STOP
-    assert life.fake.log == ["construct", *map(str, range(50)), "release", "cleanup"]
+    assert life.fake.log == ["construct", *map(str, range(50)), "release", "cleanup", "release"]
 
 
 def test_one_call_is_served_at_a_time_while_an_async_one_waits(proc: Proc) -> None:
@@ -140,7 +140,7 @@ def test_one_call_is_served_at_a_time_while_an_async_one_waits(proc: Proc) -> No
     life.instance._loop.call_soon_threadsafe(go.set)
     life.end()
 
-    assert life.fake.log == ["construct", "slow", "slow is over", "next", "release", "cleanup"]
+    assert life.fake.log == ["construct", "slow", "slow is over", "next", "release", "cleanup", "release"]
 
 
 def test_concurrent_calls_wait_beside_each_other(proc: Proc) -> None:
@@ -257,7 +257,7 @@ def test_a_call_that_kills_the_actor_is_reported_once_and_the_rest_come_back(pro
 
     assert life.ended() == _FAIL
     assert [name for name, _ in life.fake.abandoned][-2:] == ["one", "two"]
-    assert life.fake.log == ["construct", "die", "release", "cleanup"]
+    assert life.fake.log == ["construct", "die", "release", "cleanup", "release"]
 
 
 def test_what_runs_when_the_actor_fails_is_cancelled_and_told(proc: Proc) -> None:
@@ -344,6 +344,51 @@ def test_a_cleanup_that_takes_too_long_is_cut_off_and_one_that_fails_gives_the_r
     assert Life(proc, fake).end() == _FAIL
 
 
+@pytest.mark.parametrize("first", [_STOP, _FAIL], ids=["stopped", "failed"])
+@pytest.mark.parametrize("when", ["while it releases", "while a task of it waits", "while it cleans up", "at its last"])
+def test_what_fails_while_an_actor_ends_is_not_lost(
+    proc: Proc, first: Down, when: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake = Fake()
+    life = Life(proc, fake)
+    instance = life.instance
+    later = Down("failed", "something it owns broke")
+
+    def learn() -> None:
+        assert instance.post_control(lambda: instance.end(later))
+
+    async def take_time() -> None:
+        await asyncio.sleep(0.01)
+        instance.end(later)
+
+    async def last_words() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            learn()
+
+    async def clean_up() -> None:
+        instance.end(later)
+
+    def once(action: Callable[[], object]) -> Callable[[], None]:
+        actions = [action]
+        return lambda: actions and actions.pop()() and None
+
+    if when == "while it releases":
+        fake.releases = once(learn)
+    elif when == "while a task of it waits":
+        fake.releases = once(lambda: instance.post_control(lambda: instance.start_beside(take_time())))
+    elif when == "while it cleans up":
+        fake.cleans = clean_up
+    else:
+        fake.cleans = lambda: instance._loop.create_task(last_words()) and None
+    with caplog.at_level(logging.WARNING, "monarch"):
+        instance.request_stop(first) if first.stopped else instance.request_failure(first)
+        assert life.ended() == (later if first.stopped else first)
+    assert ("actor.failed_again" in caplog.text) == (not first.stopped)
+    assert not instance.post_control(learn)  # whoever comes later knows that nobody listens
+
+
 def test_an_actor_whose_cleanup_blocks_is_reported_all_the_same_and_once(proc: Proc) -> None:
     proc.cleanup_timeout_s = proc.release_timeout_s = 0.05
     go = threading.Event()
@@ -362,7 +407,7 @@ def test_a_release_that_raises_does_not_cost_the_cleanup(proc: Proc, caplog: pyt
     fake.releases = lambda: 1 / 0  # type: ignore[assignment,return-value]
     with caplog.at_level(logging.ERROR, "monarch"):
         assert Life(proc, fake).end() == _STOP
-    assert fake.log[-2:] == ["release", "cleanup"] and "release.failed" in caplog.text
+    assert fake.log[-3:] == ["release", "cleanup", "release"] and "release.failed" in caplog.text
 
 
 def test_tasks_that_the_user_left_are_cancelled_at_the_end(proc: Proc) -> None:
@@ -437,7 +482,7 @@ def test_an_actor_whose_code_stops_the_loop_lives_on_and_ends_in_order(proc: Pro
     life.call("next")
 
     assert life.end() == _STOP
-    assert life.fake.log == ["construct", "stop", "stopped it", "next", "release", "cleanup", "stopped it"]
+    assert life.fake.log == ["construct", "stop", "stopped it", "next", "release", "cleanup", "stopped it", "release"]
 
 
 def test_a_cut_off_actor_ends_without_release_and_cleanup(proc: Proc) -> None:

@@ -97,6 +97,12 @@ class Worker(Actor):
         return receiver.recv().get(30)
 
     @endpoint
+    def hold_and_fail(self, ready: Port[Any]) -> None:
+        port, receiver = Channel[Any].open()
+        ready.send(port)
+        raise ValueError(receiver.recv().get(30))
+
+    @endpoint
     def send_to(self, port: Port[Any], *values: Any) -> None:
         for value in values:
             port.send(value)
@@ -462,6 +468,24 @@ class Parent(Actor):
         if self.verdict == "raise":
             raise ValueError("supervise says no")
         return self.verdict == "handle"
+
+
+class SlowParent(Parent):
+    """Takes its time over a failure."""
+
+    async def __supervise__(self, failure: Any) -> bool:
+        await asyncio.sleep(0.01)
+        return super().__supervise__(failure)
+
+
+class LateParent(Actor):
+    """Owns something new in its last moment."""
+
+    def __init__(self, port: Port[Any]) -> None:
+        self.port = port
+
+    def __cleanup__(self, exc: Exception | None) -> None:
+        this_proc().spawn("late", Cleaner, self.port, "late").fail.broadcast()
 
 
 class AsyncParent(Actor):

@@ -12,7 +12,7 @@ import pytest
 import monarch.actor
 from monarch.actor import ActorMesh, Channel, MeshFailure, SupervisionError, this_host
 from monarch.testing import Recorder, TestClient, fresh_client, wait_until_gone
-from tests.mesh.actors import AsyncParent, Parent, Unsupervised, Worker
+from tests.mesh.actors import AsyncParent, LateParent, Parent, SlowParent, Unsupervised, Worker
 
 
 def spawn_parent(port: Any, verdict: str) -> Any:
@@ -146,6 +146,36 @@ def spawn_pair(owner_of_gone: Any) -> tuple[Any, Any]:
     with pytest.raises(SupervisionError):
         gone.leave.call_one().get(10)
     return sender, gone
+
+
+@pytest.mark.parametrize("verdict", ["handle", "refuse", "raise"])
+@pytest.mark.parametrize("kind", [Parent, SlowParent])
+def test_what_fails_while_its_owner_is_being_stopped_is_heard(
+    client: TestClient, channel: Any, verdict: str, kind: type[Parent]
+) -> None:
+    port, receiver = channel
+    parent: Any = this_host().spawn_procs().spawn("parent", kind, port, verdict)
+    child = parent.spawn_procs.call_one(1, "child").get(10)
+    child.hold_and_fail.broadcast(port)
+    go_on = receiver.recv().get(10)
+    stopped = parent.stop()
+    with pytest.raises(SupervisionError, match="stopped"):
+        parent.ping.call_one().get(10)
+    go_on.send("too late?")
+
+    stopped.get(10)
+    assert receiver.recv().get(10)[:2] == ("child", [0])
+    if verdict != "handle":
+        failure = client.expect_fault("caused by: .*child.* raised ValueError: too late")
+        assert failure.mesh_name == "parent"
+
+
+def test_what_is_spawned_in_a_cleanup_ends_too_and_its_failure_is_heard(client: TestClient, channel: Any) -> None:
+    port, receiver = channel
+    this_host().spawn_procs().spawn("parent", LateParent, port).stop().get(10)
+
+    assert receiver.recv().get(10)[0] == "late"  # its cleanup
+    assert client.expect_fault("caused by: .*late.* raised ValueError: no").mesh_name == "parent"
 
 
 def test_who_sends_to_a_failed_actor_of_others_and_does_not_care_fails(client: TestClient) -> None:

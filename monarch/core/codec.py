@@ -51,7 +51,7 @@ def encode(obj: object, allocate: Allocate | None = None, explain: bool = True) 
     Raises:
         Exception: what pickling raised, of unchanged type, with a note that names the place inside `obj` (`explain`).
     """
-    verdict = _survey(obj, _MAX_DEPTH)
+    verdict = _SIMPLE if type(obj) in _ATOMS else _survey(obj, _MAX_DEPTH)
     if verdict == _SIMPLE:
         return _within_limit([pickle.dumps(obj, 5)])
     try:

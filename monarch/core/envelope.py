@@ -85,14 +85,10 @@ class Envelope:
 
     def frame(self) -> list[Buffer]:
         """As it goes over a link."""
-        if self.chain:
-            return [self.head(Flag.CHAINED), *self.parts, self.chain]
-        return [self.head(), *self.parts]
-
-    def head(self, more_flags: int = 0) -> bytes:
-        return HEAD.pack(
+        chain = self.chain
+        head = HEAD.pack(
             self.kind,
-            self.flags | more_flags,
+            self.flags | Flag.CHAINED if chain else self.flags,
             self.ttl,
             self.rank,
             self.dst_proc,
@@ -103,6 +99,7 @@ class Envelope:
             self.seq,
             self.reply_port,
         )
+        return [head, *self.parts, chain] if chain else [head, *self.parts]
 
     def reply(self, parts: list[Buffer], flags: int = 0) -> Envelope:
         """The message that answers this one, to its reply port."""

@@ -21,7 +21,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from attrs import define, evolve
@@ -36,7 +36,7 @@ from monarch.core.monitor import Down
 from monarch.core.peer import Peer, State
 from monarch.core.poller import WRITABLE, Poller
 from monarch.core.protocol import FrameType, Hello, Session, frame_type, refusal, refused_because
-from monarch.core.router import DELIVER, Bounce, Forward, route
+from monarch.core.router import DELIVER, Bounce, Deliver, Forward, route
 from monarch.core.ways import Ways
 from monarch.errors import LinkClosed, MonarchError, ProtocolError, TransportError
 from monarch.log import get_logger
@@ -265,7 +265,8 @@ class Gateway:
         Returns:
             None, or why it cannot be delivered: the peer is gone, or unknown.
         """
-        peer = self.peers.get(envelope.dst_proc)
+        key = envelope.dst_proc
+        peer = self.peers.get(key)
         if self._closed:
             return Down("stopped", f"process {self.proc.uid}, which sends this, has closed its links")
         if peer is None:
@@ -278,18 +279,19 @@ class Gateway:
         if peer.state is State.NEW and peer.dialing is None:
             self.connect(peer.proc)  # it is known, and nobody has dialed it yet
         if may_wait:
-            self.wait_for_room(peer.key)
+            self.wait_for_room((key,))
         return None
 
-    def wait_for_room(self, key: int) -> None:
-        """Block while the buffer of that peer is full. Never from the pump."""
-        peer = self.peers.get(key)
-        if peer is None or peer.session.unacked_bytes <= peer.send_buffer_bytes or not peer.is_full:
-            return  # what waits is a part of what is not acknowledged
-        signal = Signal()
-        while not self._closed and peer.wants_room(signal):
-            self.driver.wait(signal, 1.0)
-            signal.clear()
+    def wait_for_room(self, keys: Iterable[int]) -> None:
+        """Block while the buffer of any of these peers is full. Never from the pump."""
+        for key in keys:
+            peer = self.peers.get(key)
+            # What waits is a part of what is not acknowledged, and that is quick to tell.
+            if peer is not None and peer.session.unacked_bytes > peer.send_buffer_bytes and peer.is_full:
+                signal = Signal()
+                while not self._closed and peer.wants_room(signal):
+                    self.driver.wait(signal, 1.0)
+                    signal.clear()
 
     # ---- receiving
 
@@ -331,7 +333,11 @@ class Gateway:
                 if inner is not None:
                     envelope = parse(inner)
                     try:
-                        self._route(envelope)
+                        step = route(self.key, self.peers, envelope)
+                        if step is DELIVER:
+                            self._deliver(envelope)
+                        else:
+                            self._pass_on(envelope, step)
                     except Exception:  # a bug above must not cost the messages behind this one
                         log.exception("message.failed", proc=str(self.proc.uid), kind=envelope.kind)
                 elif frame_type(frame) == FrameType.GOODBYE:
@@ -344,7 +350,7 @@ class Gateway:
             raise
         if session.ack_due(now_s):
             peer.say(FrameType.ACK)
-        elif session.next_deadline_s() is not None:
+        elif session.owes_ack:
             if not self._owing_acks:
                 self.call_later(self.limits.ack_interval_s, self._acknowledge_all)
             self._owing_acks.add(peer)
@@ -352,14 +358,11 @@ class Gateway:
     def _acknowledge_all(self) -> None:
         owing, self._owing_acks = self._owing_acks, set()
         for peer in owing:
-            if peer.session.next_deadline_s() is not None:
+            if peer.session.owes_ack:
                 peer.say(FrameType.ACK)
 
-    def _route(self, envelope: Envelope) -> None:
-        step = route(self.key, self.peers, envelope)
-        if step is DELIVER:
-            self._deliver(envelope)
-        elif isinstance(step, Forward):
+    def _pass_on(self, envelope: Envelope, step: Deliver | Forward | Bounce) -> None:
+        if isinstance(step, Forward):
             envelope.ttl -= 1
             lacking = Missing in map(type, envelope.parts)
             text = f"process {self.proc.uid}, which relays it, has no memory for the message"

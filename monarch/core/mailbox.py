@@ -78,7 +78,10 @@ class Mailbox:
         return self.take_control()
 
     def take(self) -> Envelope | None:
-        return self._calls.popleft() if self._calls else None
+        try:
+            return self._calls.popleft() if self._calls else None
+        except IndexError:  # another thread has withdrawn it
+            return None
 
     def place(self, call: CallKey) -> int | None:
         """How many are ahead of a call in the queue; None when it is not there."""

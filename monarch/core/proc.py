@@ -109,8 +109,9 @@ class Proc:
             limits=limits,
         )
         self.key = proc_id.key
+        self.wait_for_room = self.gateway.wait_for_room
         self._shared = transport.memory
-        self._for_one = self._memory_for(1)
+        self._for_one = self._memory_for(1) if self._shared is not None else None
         inquiries.install(self)
 
     @property
@@ -124,11 +125,13 @@ class Proc:
 
     def memory_for(self, keys: Sequence[int]) -> codec.Allocate | None:
         """Where large buffers of a message to those processes are best put, for the encoder; None: anywhere."""
-        if self._shared is None:
-            return None
         if len(keys) == 1:
-            return self._for_one if keys[0] != self.key else None
-        return self._memory_for(len(keys))
+            return self.memory_for_one(keys[0])
+        return self._memory_for(len(keys)) if self._shared is not None else None
+
+    def memory_for_one(self, key: int) -> codec.Allocate | None:
+        """As `memory_for`."""
+        return self._for_one if key != self.key else None
 
     def _memory_for(self, receivers: int) -> codec.Allocate:
         shared = self._shared
@@ -148,11 +151,6 @@ class Proc:
         down = self.gateway.send(envelope, proc, may_wait=may_wait)
         if down is not None:
             self.bounce(envelope, down)
-
-    def wait_for_room(self, key: int) -> None:
-        """Block while the process `key` has more to take in than `send_buffer_bytes`. Never from the pump."""
-        if key != self.key:
-            self.gateway.wait_for_room(key)
 
     def bounce(self, envelope: Envelope, down: Down) -> None:
         """Tell the sender of `envelope`, here or elsewhere, that it was not delivered; a bounce itself is dropped."""

@@ -183,8 +183,7 @@ class ActorMesh(MeshView, Generic[A]):
         else:
             self._send_all(sender, parts, reply_port, targets, first, chain)
         if may_wait:
-            for key, _ in targets:
-                sender.proc_runtime.wait_for_room(key)
+            sender.proc_runtime.wait_for_room([key for key, _ in targets])
 
     def _send_all(
         self,

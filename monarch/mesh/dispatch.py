@@ -34,6 +34,7 @@ from monarch.mesh.port import Port
 from monarch.mesh.shape import Extent, Point
 from monarch.mesh.undeliverable import Undeliverable
 from monarch.supervision.failure import MeshFailure
+from monarch.transports.base import Buffer
 
 log = get_logger("monarch.actor")
 
@@ -98,8 +99,11 @@ class ActorBehavior:
 
     def handle(self, envelope: Envelope) -> Waiting | Down | None:
         try:
-            name, extent, extra = self._describe(bytes(envelope.parts[0]))
-            port = self._port(envelope, extra)
+            name, extent, extra = self._describe(envelope.parts[0])
+            port = _IMPLIED if envelope.reply_port else None
+            if extra is not None and "reply" in extra:
+                port = codec.decode(extra["reply"])  # the caller's own, see `send`
+                port._rank = envelope.rank
         except Exception as error:
             return self._reply_error(envelope, None, error)
         if name == READY:
@@ -107,7 +111,9 @@ class ActorBehavior:
             return None
         instance = self._instance
         try:
-            spec = self._wrapped(self._spec(name, extra), extra)
+            spec = self._class.endpoints.get(name) if extra is None else self._special(name, extra)
+            if spec is None:
+                raise AttributeError(f"{self._class.name} has no endpoint {name!r}")
             served = Served(instance, name, envelope, not spec.concurrent)
             current_context.set(Context(instance, Point(envelope.rank, extent), served))
             args, kwargs = codec.decode(envelope.parts[1:])
@@ -120,7 +126,7 @@ class ActorBehavior:
         return self._run_sync(served, envelope, spec, port, args, kwargs)
 
     def endpoint_of(self, envelope: Envelope) -> str:
-        name = self._describe(bytes(envelope.parts[0]))[0]
+        name = self._describe(envelope.parts[0])[0]
         return "initialized" if name == READY else name
 
     def _handed_out(self, envelope: Envelope, port: Port[Any] | None) -> Port[Any]:
@@ -133,7 +139,9 @@ class ActorBehavior:
             port._on_use = lambda: self._owed.discard(envelope)
         return port
 
-    def _describe(self, description: bytes) -> tuple[str, Extent, dict[str, Any] | None]:
+    def _describe(self, description: Buffer) -> tuple[str, Extent, dict[str, Any] | None]:
+        """Which endpoint a call is for, the view that was called, and what the caller wants beside."""
+        description = bytes(description)
         found = self._described.get(description)
         if found is None:
             name, labels, sizes, extra = pickle.loads(description)
@@ -142,26 +150,12 @@ class ActorBehavior:
                 self._described[description] = found
         return found
 
-    def _spec(self, name: str, extra: dict[str, Any] | None) -> EndpointSpec:
-        if extra is not None and extra.get("plain"):
-            method = getattr(self._class.cls, name)
-            return EndpointSpec.make(name, method, extra["port"])
+    def _special(self, name: str, extra: dict[str, Any]) -> EndpointSpec | None:
+        """An endpoint as the caller wants it: one that is not decorated, or with something around its method."""
         spec = self._class.endpoints.get(name)
-        if spec is None:
-            raise AttributeError(f"{self._class.name} has no endpoint {name!r}")
-        return spec
-
-    def _wrapped(self, spec: EndpointSpec, extra: dict[str, Any] | None) -> EndpointSpec:
-        """With what the caller wants to have around the method."""
-        return spec if extra is None or "wrap" not in extra else evolve(spec, method=extra["wrap"](spec.method))
-
-    def _port(self, envelope: Envelope, extra: dict[str, Any] | None) -> Port[Any] | None:
-        """The reply port of a call, or None for a broadcast."""
-        if extra is not None and "reply" in extra:
-            own: Port[Any] = codec.decode(extra["reply"])  # the caller's own, see `send`
-            own._rank = envelope.rank
-            return own
-        return _IMPLIED if envelope.reply_port else None
+        if extra.get("plain"):
+            spec = EndpointSpec.make(name, getattr(self._class.cls, name), extra["port"])
+        return evolve(spec, method=extra["wrap"](spec.method)) if spec is not None and "wrap" in extra else spec
 
     def _reply_port(self, envelope: Envelope) -> Port[Any]:
         """The port that `envelope` wants its reply at."""
@@ -177,12 +171,14 @@ class ActorBehavior:
     def _run_sync(
         self, served: Served, envelope: Envelope, spec: EndpointSpec, port: Port[Any] | None, args: Any, kwargs: Any
     ) -> Down | None:
-        self._instance.serving.append(served)
+        instance = self._instance
+        instance.serving.append(served)
         loop = asyncio._get_running_loop()
         asyncio._set_running_loop(None)
         try:
             result = spec.method(self._actor, *args, **kwargs)
-            self._end_if_forked(None)
+            if os.getpid() != self._pid:
+                self._end_if_forked(None)
         except Exception as error:
             self._end_if_forked(error)
             return self._endpoint_failed(served, envelope, spec, port, error)
@@ -191,7 +187,7 @@ class ActorBehavior:
             return self._failed(f"endpoint {spec.name} raised", error)
         finally:
             asyncio._set_running_loop(loop)
-            self._instance.finished(served)
+            instance.finished(served)
         if not spec.sends_itself:
             return self._reply(envelope, port, result)
         return None
@@ -271,7 +267,7 @@ class ActorBehavior:
         runtime = self._instance.proc_runtime
         receiver = envelope.src_proc if envelope.reply_port else port._proc_key
         try:
-            parts = codec.encode(result, runtime.memory_for((receiver,)))
+            parts = codec.encode(result, runtime.memory_for_one(receiver))
         except Exception as error:
             what, why = exceptions.type_name(result), exceptions.text_of(error)
             wrapped = TypeError(f"the result of type {what} cannot be sent: {why}")

@@ -72,7 +72,7 @@ class Port(Generic[T]):
         if self._port is None:
             return
         owner = self._owner if self._owner is not None else context().actor_instance
-        memory = owner.proc_runtime.memory_for((self._proc_key,))
+        memory = owner.proc_runtime.memory_for_one(self._proc_key)
         self._send(codec.encode(value, memory), 0)
 
     def exception(self, error: BaseException) -> None:

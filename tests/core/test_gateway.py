@@ -312,7 +312,7 @@ def test_an_unknown_destination_is_refused_at_once(quick_net: Net) -> None:
 
 def _send_via(src: Proc, relay: Proc, envelope: Envelope) -> None:
     found = src.gateway.connect(relay.proc_id)
-    found.send([envelope.head(), *envelope.parts])
+    found.send(envelope.frame())
 
 
 def test_a_gateway_relays_and_bounces_what_it_cannot(net: Net) -> None:

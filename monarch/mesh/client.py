@@ -29,14 +29,15 @@ from monarch.core.monitor import Down
 from monarch.launch import stack_signal
 from monarch.log import get_logger, show_what_was_asked_for
 from monarch.mesh import context as context_module
-from monarch.mesh import debug_service
+from monarch.mesh import controllers, debug_service
 from monarch.mesh.agent import release_owned
 from monarch.mesh.console import Console
-from monarch.mesh.context import NOWHERE, Context, Spawner, set_client_context
+from monarch.mesh.context import NOWHERE, Context, set_client_context
 from monarch.mesh.host import HostAgent, ProcessStarter, Starter
 from monarch.mesh.inspector import Collector
 from monarch.mesh.mesh_proc import MeshProc
-from monarch.mesh.shape import Region, Slice
+from monarch.mesh.proc_client import ProcClient
+from monarch.mesh.threads import ThreadStarter
 from monarch.mesh.undeliverable import Undeliverable
 from monarch.supervision.failure import Member, MeshFailure
 from monarch.transports import registry
@@ -45,28 +46,6 @@ from monarch.transports.url import parse
 log = get_logger("monarch.client")
 
 _EXIT_BUDGET_S = 1.0
-
-
-class ProcClient(Spawner):
-    """Stands for code of a process that runs outside any of its actors: threads that the user started."""
-
-    def __init__(self, runtime: MeshProc, actor_id: ActorId) -> None:
-        from monarch.mesh.proc_mesh import ProcMesh
-
-        super().__init__(runtime, actor_id)
-        here = ProcMesh("local", [runtime.proc_id], Region((), Slice(0, (), ())))
-        self._init_spawner("client", "monarch.RootClientActor", NOWHERE, here, None)
-        runtime.books.owners[actor_id.number] = self
-        runtime.adopt(self)
-
-    def supervise(self, failure: MeshFailure) -> None:
-        self.proc_runtime.unowned(failure)
-
-    def stop(self, reason: str | None = None) -> None:
-        raise RuntimeError("the client cannot be stopped like an actor: use shutdown_context()")
-
-    def abort(self, reason: str | None = None) -> None:
-        raise RuntimeError("the client cannot be aborted like an actor: use shutdown_context()")
 
 
 class RootClient(ProcClient):
@@ -287,23 +266,19 @@ def make() -> Context:
     runtime = MeshProc(ProcId(Uid.instance("client")), transport, secrets.token_bytes(32))
     runtime.gateway.listen(listen)
     log.info("transport.chosen", transport=scheme, reason=reason, address=runtime.gateway.url)
-    starter: Starter
-    if scheme == "inproc":
-        from monarch.mesh.threads import ThreadStarter
-
-        starter = ThreadStarter(runtime)
-    else:
-        starter = ProcessStarter(runtime.gateway, [scheme])
+    inproc = scheme == "inproc"
+    starter: Starter = ThreadStarter(runtime) if inproc else ProcessStarter(runtime.gateway, [scheme])
     client = RootClient(runtime, HostAgent(runtime, starter, registry.any_address(scheme)))
     stack_signal.answer(runtime.driver.thread)
     client.console.open()
     atexit.register(client.at_exit)
-    from monarch.mesh.controllers import install
-
     made = Context(client, NOWHERE)
     set_client_context(made)
-    install(client)
+    controllers.install(client)
     return made
+
+
+context_module.client_is_made_by(make)
 
 
 def shutdown_context() -> Future[None]:

@@ -224,6 +224,7 @@ class Context:
 
 current_context: contextvars.ContextVar[Context | None] = contextvars.ContextVar("monarch_context", default=None)
 _client: Context | None = None
+_make_client: Callable[[], Context]
 _client_lock = threading.RLock()
 
 
@@ -239,10 +240,14 @@ def _bootstrap() -> Context:
     global _client
     with _client_lock:
         if _client is None:
-            from monarch.mesh import client
-
-            _client = client.make()
+            _client = _make_client()
         return _client
+
+
+def client_is_made_by(make: Callable[[], Context]) -> None:
+    """What makes the client's context at its first use."""
+    global _make_client
+    _make_client = make
 
 
 def client_context() -> Context | None:

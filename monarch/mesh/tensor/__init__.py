@@ -12,7 +12,8 @@ to a *worker* actor on each process, which holds the shards by their numbers. No
 | `engine` | numbering, batching, how far the controller may run ahead, and what becomes of failures |
 | `commands` | the words that controller and workers have in common |
 | `worker`, `slots` | running commands; values that threads and processes hand over |
-| `groups`, `rendezvous`, `buffers` | collectives; how their members find each other; memory for their results |
+| `groups`, `direct` | collectives: over torch.distributed; within a host |
+| `rendezvous`, `buffers` | how the members of a group find each other; memory for what they reduce |
 | `remote`, `fetch`, `collectives`, `streams`, `graphs`, `gradients`, `opaque`, `builtins` | what users call |
 | `interop` | tensors as arguments and results of actors' endpoints |
 """

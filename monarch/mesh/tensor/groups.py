@@ -20,13 +20,17 @@ import torch.distributed
 from attrs import define
 
 from monarch.mesh.tensor.buffers import Buffers
+from monarch.mesh.tensor.direct import Direct, Jobs
 from monarch.mesh.tensor.metadata import Meta, dense_meta
-from monarch.mesh.tensor.rendezvous import TIMEOUT_S, Notes, Put, bind_address
+from monarch.mesh.tensor.rendezvous import TIMEOUT_S, Notes, Put, bind_address, share_host, shares_memory
 from monarch.mesh.tensor.slots import Slots
 
 dist: Any = torch.distributed
 
 REDUCTIONS: Final = ("stack", "sum", "avg", "product", "min", "max", "band", "bor", "bxor")
+
+DIRECT_BYTES: Final = 16 << 20
+"""Reductions of so much go directly, where processes share memory. Smaller ones are faster over gloo."""
 
 _NATIVE: Final = {
     "sum": dist.ReduceOp.SUM,
@@ -102,7 +106,7 @@ class Groups:
 
     def __init__(self, rank: int, engine: str, put: Put, slots: Slots) -> None:
         self._rank, self._engine, self._put, self._slots = rank, engine, put, slots
-        self._buffers = Buffers()
+        self._buffers, self._jobs = Buffers(), Jobs()
         self._groups: dict[tuple[tuple[int, ...], str], Group] = {}
 
     def of(self, ranks: tuple[int, ...], device: str = "cpu", name: str = "") -> Group:
@@ -111,16 +115,16 @@ class Groups:
         if found is None:
             whole = f"{self._engine}/{device}{name}/{','.join(map(str, ranks))}"
             notes = Notes(whole, ranks, self._put, self._slots)
-            found = Group(ranks.index(self._rank), len(ranks), notes, device, self._buffers)
+            found = Group(ranks.index(self._rank), len(ranks), notes, device, self._buffers, self._jobs)
             self._groups[ranks, device + name] = found
         return found
 
 
-def _make(notes: Notes, rank: int, size: int, device: str) -> Any:
+def _make(notes: Notes, rank: int, size: int, device: str, within_host: bool) -> Any:
     if device == "cuda":
         return dist.ProcessGroupNCCL(notes, rank, size, dist.ProcessGroupNCCL.Options())
     options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=bind_address(notes, rank, size))]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=bind_address(within_host))]
     options._timeout = timedelta(seconds=TIMEOUT_S)
     return dist.ProcessGroupGloo(notes, rank, size, options)
 
@@ -128,10 +132,14 @@ def _make(notes: Notes, rank: int, size: int, device: str) -> Any:
 class Group:
     """Some workers that reduce together."""
 
-    def __init__(self, rank: int, size: int, notes: Notes, device: str, buffers: Buffers) -> None:
+    def __init__(self, rank: int, size: int, notes: Notes, device: str, buffers: Buffers, jobs: Jobs) -> None:
         self.rank, self.size = rank, size
-        self.backend = _make(notes, rank, size, device)
+        within_host = share_host(notes, rank, size)
+        self.backend = _make(notes, rank, size, device, within_host)
         self._notes, self._device, self._buffers = notes, device, buffers
+        self._direct = None
+        if within_host and device == "cpu" and shares_memory():
+            self._direct = Direct(notes, rank, size, buffers, jobs)
 
     def process_group(self) -> Any:
         """As the functions of torch.distributed take it."""
@@ -149,6 +157,9 @@ class Group:
         """
         meta, how = reduction.meta, reduction.how
         native = how in _NATIVE and meta.dtype in _NATIVE_DTYPES
+        large = _count(meta) * meta.dtype.itemsize >= DIRECT_BYTES
+        if self._direct is not None and large and not reduction.scatter and how != "stack":
+            return self._all_reduce_directly(self._direct, shard, meta, how)
         if not reduction.scatter and native:
             return self._all_reduce(shard, meta, how)
         if how == "stack":
@@ -200,6 +211,17 @@ class Group:
             if buffer[-1] != well:
                 raise MemberFailed
             return self._averaged(value) if how == "avg" else value
+
+        return Pending(finish)
+
+    def _all_reduce_directly(self, direct: Direct, shard: torch.Tensor | None, meta: Meta, how: str) -> Pending:
+        result = direct.all_reduce(shard, _FOLDS[how], self._averaged if how == "avg" else lambda total: total)
+
+        def finish() -> torch.Tensor:
+            whole = result.result()
+            if whole is None:
+                raise MemberFailed
+            return whole.view(meta.shape)
 
         return Pending(finish)
 

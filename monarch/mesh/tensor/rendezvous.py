@@ -56,14 +56,29 @@ class Notes(dist.Store):  # type: ignore[misc]
     def check(self, keys: Sequence[str]) -> bool:
         return all(self._slots.has(self._slot(key)) for key in keys)
 
+    def send(self, member: int, key: str, value: Any) -> None:
+        """As `set`, for one member, by its position."""
+        self._put(self._ranks[member], self._slot(key), value)
+
+    def take(self, key: str, timeout_s: float) -> Any:
+        """Wait for a note, and remove it. Raises: TimeoutError."""
+        return self._slots.take(self._slot(key), timeout_s)
+
     def _slot(self, key: str) -> str:
         return f"{self._name}/{key}"
 
 
-def bind_address(notes: Notes, rank: int, size: int) -> str:
-    """Where a member listens for the others: on the loopback device where all are on one host; otherwise at the
-    address at which other hosts reach its process. All members ask."""
+def share_host(notes: Notes, rank: int, size: int) -> bool:
+    """Whether all members are on one host. All of them ask."""
     notes.set(f"host/{rank}", host_identity())
-    if len({notes.get(f"host/{each}") for each in range(size)}) == 1:
-        return _LOOPBACK
-    return address_of(context().actor_instance.proc_runtime.gateway.places)
+    return len({notes.get(f"host/{each}") for each in range(size)}) == 1
+
+
+def bind_address(within_host: bool) -> str:
+    """Where this process listens for other members: the loopback device, or where other hosts reach it."""
+    return _LOOPBACK if within_host else address_of(context().actor_instance.proc_runtime.gateway.places)
+
+
+def shares_memory() -> bool:
+    """Whether messages of this process to others of its host take large values in memory that both share."""
+    return context().actor_instance.proc_runtime.gateway.transport.scheme in ("shm", "inproc")

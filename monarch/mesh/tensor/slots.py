@@ -45,10 +45,11 @@ class Slots:
                 raise TimeoutError(f"nobody has filled {slot!r} within {timeout_s:g} s")
             return self._values[slot]
 
-    def take(self, slot: Slot) -> Any:
-        """Wait until the slot is filled, and empty it."""
+    def take(self, slot: Slot, timeout_s: float | None = None) -> Any:
+        """Wait until the slot is filled, and empty it. Raises: TimeoutError."""
         with self._changed:
-            self._changed.wait_for(lambda: slot in self._values)
+            if not self._changed.wait_for(lambda: slot in self._values, timeout_s):
+                raise TimeoutError(f"nobody has filled {slot!r} within {timeout_s:g} s")
             self._taken[slot] = None
             if len(self._taken) > _ABANDONED:
                 del self._taken[next(iter(self._taken))]

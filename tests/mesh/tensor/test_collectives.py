@@ -139,6 +139,59 @@ def test_what_is_computed_meanwhile_does_not_change_the_result(make):
     assert torch.equal(at(more, 0, 0), shard(0, 0, torch.float32) + shard(0, 1, torch.float32) + 1)
 
 
+@pytest.fixture
+def directly(procs, monkeypatch):
+    """Also what is small goes directly."""
+    from monarch.mesh.tensor import groups
+
+    monkeypatch.setattr(groups, "DIRECT_BYTES", 0)
+
+
+@pytest.mark.parametrize(("how", "dtype"), [case for case in CASES if case[0] != "stack"])
+def test_direct_reductions_are_those_of_gloo(make, directly, how, dtype):
+    tensor = make(dtype)
+    total = tensor.reduce(None, how)
+    tensor.zero_()
+    wanted = fold(how, [shard(host, gpu, dtype) for host in range(HOSTS) for gpu in range(GPUS)])
+
+    assert torch.equal(at(total, 0, 1), wanted)
+    assert torch.equal(at(total, 1, 0), wanted)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (0,), (5, 3)])
+def test_pieces_of_direct_reductions_may_be_uneven_or_empty(procs, directly, shape):
+    rank = procs.rank_tensor("gpus")
+    with procs.activate():
+        found = torch.ones(shape) * rank
+    assert torch.equal(at(found.t().reduce().t() if len(shape) == 2 else found.reduce(), 1, 1), torch.full(shape, 2.0))
+
+
+def test_direct_reductions_of_several_groups_keep_their_order(procs, directly):
+    total = procs.rank_tensor("hosts") + 2 * procs.rank_tensor("gpus")
+    for step in range(8):
+        total = total.reduce(("hosts", "gpus")[step % 2]) + step
+    alone = torch.tensor([[0, 2], [1, 3]])
+    for step in range(8):
+        alone = alone.sum(step % 2, keepdim=True).expand(2, 2) + step
+
+    assert [[int(at(total, host, gpu)) for gpu in range(2)] for host in range(2)] == alone.tolist()
+
+
+def test_who_reduces_with_a_failed_member_fails_too(procs, directly):
+    def fail_at_first(x, rank):
+        if rank == 0:
+            raise ValueError("spilt")
+        return x
+
+    with procs.activate():
+        bad = remote(fail_at_first, propagate=lambda x, rank: x)(torch.ones(4), procs.rank_tensor("gpus"))
+        total = bad.reduce("gpus")
+        for gpu, reason in ((0, "spilt"), (1, "another member")):
+            with pytest.raises(monarch.RemoteException, match=reason):
+                inspect(total, gpus=gpu)
+        assert inspect(torch.ones(4).reduce("gpus")).tolist() == [2.0] * 4
+
+
 def test_wrong_reductions_are_refused(make, procs):
     tensor = make(torch.float32)
     with pytest.raises(KeyError, match="racks"):

@@ -24,6 +24,7 @@ from monarch.launch.bootstrap import BootstrapCommand, default_bootstrap_cmd
 from monarch.launch.launcher import Child, Launcher
 from monarch.launch.process import EXEC_PREFIXES, Exit, LaunchSpec
 from monarch.launch.wire import explain
+from tests.until import until
 
 pytestmark = pytest.mark.skipif(not linux.LINUX, reason="process guarding is written for Linux")
 
@@ -121,15 +122,42 @@ def entry_on_path(code_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return code_folder
 
 
-@pytest.fixture
-def bench(tmp_path: Path, entry_on_path: Path) -> Iterator[Bench]:
+@contextlib.contextmanager
+def new_bench(folder: Path) -> Iterator[Bench]:
     before = set(linux.children_of(os.getpid()))
-    made = Bench(tmp_path)
+    made = Bench(folder)
     yield made
     made.launcher.close(2.0)
     assert set(linux.children_of(os.getpid())) <= before, "processes or zombies are left"
-    names = [name for name, _ in made.exits]
+
+
+def check_ends(bench: Bench) -> None:
+    names = [name for name, _ in bench.exits]
     assert len(names) == len(set(names)), "an end was told twice"
+
+
+@pytest.fixture
+def own_bench(tmp_path: Path, entry_on_path: Path) -> Iterator[Bench]:
+    """For tests that end the launcher or its template, or spoil them."""
+    with new_bench(tmp_path) as made:
+        yield made
+    check_ends(made)
+
+
+@pytest.fixture(scope="module")
+def shared_bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    with new_bench(tmp_path_factory.mktemp("bench")) as made:
+        yield made
+
+
+@pytest.fixture
+def bench(shared_bench: Bench, entry_on_path: Path) -> Iterator[Bench]:
+    """A launcher whose template is there; a test leaves no child of it alive."""
+    shared_bench.exits.clear()
+    shared_bench.run("pass")
+    yield shared_bench
+    until(lambda: not linux.children_of(template_of(shared_bench)))  # nor a zombie
+    check_ends(shared_bench)
 
 
 @pytest.fixture
@@ -320,7 +348,7 @@ def test_output_goes_where_the_spawner_s_went_at_that_moment(bench: Bench, tmp_p
 
 
 def test_a_module_without_bytecode_is_compiled_once_and_again_after_an_edit(
-    bench: Bench, entry_on_path: Path, monkeypatch: pytest.MonkeyPatch
+    own_bench: Bench, entry_on_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     module = entry_on_path / "edited.py"
@@ -334,9 +362,9 @@ def test_a_module_without_bytecode_is_compiled_once_and_again_after_an_edit(
         importlib.machinery.SourceFileLoader.source_to_code = refuse
     """
     module.write_text("x = 1")
-    assert bench.told(code) == bench.told(textwrap.dedent(never) + textwrap.dedent(code)) == [1, str(module)]
+    assert own_bench.told(code) == own_bench.told(textwrap.dedent(never) + textwrap.dedent(code)) == [1, str(module)]
     module.write_text("x = 2")
-    assert bench.told(code) == [2, str(module)]
+    assert own_bench.told(code) == [2, str(module)]
 
 
 def test_a_process_starts_clean(bench: Bench) -> None:
@@ -434,24 +462,26 @@ def test_the_template_ignores_the_signals_of_a_terminal(bench: Bench) -> None:
     assert os.getsid(pid) == guardian_of(bench) != os.getsid(0)
 
 
-def test_a_dead_template_is_told_and_replaced(bench: Bench, events: Events) -> None:
-    child = bench.start(f"import launched_code, signal; launched_code.say({events.path!r}, 'up'); signal.pause()")
+def test_a_dead_template_is_told_and_replaced(own_bench: Bench, events: Events) -> None:
+    child = own_bench.start(f"import launched_code, signal; launched_code.say({events.path!r}, 'up'); signal.pause()")
     events.next()
-    bench.until(lambda: child.pid)
-    pid, template = child.pid, template_of(bench)
+    own_bench.until(lambda: child.pid)
+    pid, template = child.pid, template_of(own_bench)
     os.kill(template, signal.SIGKILL)
-    end = bench.end_of(child)
+    end = own_bench.end_of(child)
 
     assert (end.pid, end.signal) == (pid, 9)
     assert f"the template process {template}, its parent, Killed(sig=9)" in end.describe()
     gone([pid] if pid else [])
-    assert bench.run("pass").code == 0
-    assert template_of(bench) != template
+    assert own_bench.run("pass").code == 0
+    assert template_of(own_bench) != template
 
 
-def test_a_template_that_cannot_come_up_is_an_error_and_no_hang(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_that_cannot_come_up_is_an_error_and_no_hang(
+    own_bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "executable", "/nonexistent/python")
-    end = bench.run("pass")
+    end = own_bench.run("pass")
 
     assert not end.started
     assert "could not be started" in end.describe() and "No such file" in end.describe()
@@ -501,21 +531,21 @@ tell([*counts, len(os.listdir("/proc/self/task")), numpy.random.rand()])
     assert len(set(numbers)) == 3
 
 
-def test_modules_are_preloaded_for_a_later_launch_too(bench: Bench, entry_on_path: Path) -> None:
+def test_modules_are_preloaded_for_a_later_launch_too(own_bench: Bench, entry_on_path: Path) -> None:
     (entry_on_path / "shared_by_all.py").write_text("import os\npid = os.getpid()\n")
     (entry_on_path / "broken_module.py").write_text("raise ValueError\n")
-    bench.run("pass")
+    own_bench.run("pass")
     preload = ["shared_by_all", "broken_module", "no_such_module"]
     seen = []
     for _ in range(2):
-        path = bench.folder / f"seen{len(seen)}"
+        path = own_bench.folder / f"seen{len(seen)}"
         code = f"import launched_code, sys; launched_code.tell({str(path)!r}, sys.modules['shared_by_all'].pid)"
         spec = LaunchSpec(path.name, ENTRY, code.encode(), os.environ)
-        (child,) = bench.launcher.launch_all([spec], [lambda e: None], preload)
-        bench.until(lambda child=child: not child.alive)  # type: ignore[misc]
+        (child,) = own_bench.launcher.launch_all([spec], [lambda e: None], preload)
+        own_bench.until(lambda child=child: not child.alive)  # type: ignore[misc]
         seen.append(json.loads(path.read_text()))
 
-    assert seen == [template_of(bench)] * 2
+    assert seen == [template_of(own_bench)] * 2
     assert "shared_by_all" not in sys.modules
 
 
@@ -558,8 +588,8 @@ def test_much_output_of_a_command_passes_whole(bench: Bench, capfd: pytest.Captu
 # -- limits
 
 
-def test_too_few_descriptors_in_the_driver_are_an_error_that_names_the_limit(bench: Bench) -> None:
-    bench.run("pass")
+def test_too_few_descriptors_in_the_driver_are_an_error_that_names_the_limit(own_bench: Bench) -> None:
+    own_bench.run("pass")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(int(n) for n in os.listdir("/proc/self/fd")) + 1, hard))
     holes = []
@@ -567,34 +597,34 @@ def test_too_few_descriptors_in_the_driver_are_an_error_that_names_the_limit(ben
         while True:
             holes.append(os.open(os.devnull, os.O_RDONLY))
     try:
-        child = bench.start("pass")
+        child = own_bench.start("pass")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         for fd in holes:
             os.close(fd)
-    end = bench.end_of(child)
+    end = own_bench.end_of(child)
 
     assert not end.started
     assert "RLIMIT_NOFILE" in end.describe() and "Too many open files" in end.describe()
-    assert bench.run("pass").code == 0
+    assert own_bench.run("pass").code == 0
 
 
-def test_too_few_descriptors_in_the_template_are_an_error_that_names_the_limit(bench: Bench) -> None:
-    bench.run("pass")
-    resource.prlimit(template_of(bench), resource.RLIMIT_NOFILE, (10, 10))
-    end = bench.run("pass")
+def test_too_few_descriptors_in_the_template_are_an_error_that_names_the_limit(own_bench: Bench) -> None:
+    own_bench.run("pass")
+    resource.prlimit(template_of(own_bench), resource.RLIMIT_NOFILE, (10, 10))
+    end = own_bench.run("pass")
 
     assert not end.started
     assert "RLIMIT_NOFILE" in end.describe() and "Too many open files" in end.describe()
 
 
-def test_no_more_processes_is_an_error_that_names_the_limit(bench: Bench) -> None:
+def test_no_more_processes_is_an_error_that_names_the_limit(own_bench: Bench) -> None:
     if os.geteuid() == 0:
         pytest.skip("root is not bound by RLIMIT_NPROC")
-    bench.run("pass")
-    resource.prlimit(template_of(bench), resource.RLIMIT_NPROC, (1, 1))
+    own_bench.run("pass")
+    resource.prlimit(template_of(own_bench), resource.RLIMIT_NPROC, (1, 1))
 
-    assert "RLIMIT_NPROC" in bench.run("pass").describe()
+    assert "RLIMIT_NPROC" in own_bench.run("pass").describe()
 
 
 def test_errors_of_limits_name_them() -> None:
@@ -793,21 +823,21 @@ print(child.pid, launcher._template.pid, launcher._template.guardian, flush=True
     assert set(os.listdir("/dev/shm")) <= shm
 
 
-def test_close_ends_the_stubborn_too_and_tells_of_everybody(bench: Bench, events: Events) -> None:
-    stubborn = bench.start(
+def test_close_ends_the_stubborn_too_and_tells_of_everybody(own_bench: Bench, events: Events) -> None:
+    stubborn = own_bench.start(
         f"import launched_code, signal; signal.signal(15, signal.SIG_IGN);"
         f"launched_code.say({events.path!r}, 'deaf')\nwhile True: signal.pause()"
     )
-    meek = bench.start(f"import launched_code, signal; launched_code.say({events.path!r}, 'meek'); signal.pause()")
+    meek = own_bench.start(f"import launched_code, signal; launched_code.say({events.path!r}, 'meek'); signal.pause()")
     events.next(), events.next()
-    bench.until(lambda: stubborn.pid and meek.pid)
-    pids = [stubborn.pid or 0, meek.pid or 0, template_of(bench)]
-    bench.launcher.close(0.3)
+    own_bench.until(lambda: stubborn.pid and meek.pid)
+    pids = [stubborn.pid or 0, meek.pid or 0, template_of(own_bench)]
+    own_bench.launcher.close(0.3)
 
     assert [c.exit.describe() if c.exit else "" for c in (stubborn, meek)] == ["Killed(sig=9)", "Killed(sig=15)"]
     gone(pids, 0)
     with pytest.raises(RuntimeError, match="closed"):
-        bench.start("pass")
+        own_bench.start("pass")
 
 
 def test_close_does_not_wait_for_a_template_that_is_loading(entry_on_path: Path, tmp_path: Path) -> None:
@@ -820,12 +850,12 @@ def test_close_does_not_wait_for_a_template_that_is_loading(entry_on_path: Path,
 
 
 @pytest.mark.slow
-def test_close_is_bounded_when_the_template_does_not_answer(bench: Bench) -> None:
-    child = bench.start("import signal; signal.pause()")
-    bench.until(lambda: child.pid)
-    pids = [child.pid or 0, template_of(bench)]
+def test_close_is_bounded_when_the_template_does_not_answer(own_bench: Bench) -> None:
+    child = own_bench.start("import signal; signal.pause()")
+    own_bench.until(lambda: child.pid)
+    pids = [child.pid or 0, template_of(own_bench)]
     os.kill(pids[1], signal.SIGSTOP)
-    bench.launcher.close(0.1)
+    own_bench.launcher.close(0.1)
 
     assert child.exit is not None and child.exit.signal == 9
     gone(pids)
@@ -856,20 +886,22 @@ def test_what_a_process_launched_itself_ends_with_it(bench: Bench, events: Event
 
 
 @pytest.mark.parametrize("victim", ["template", "guardian"])
-def test_what_is_between_driver_and_children_takes_everything_along(bench: Bench, events: Events, victim: str) -> None:
-    child = bench.start(GRANDCHILDREN.format(fifo=events.path))
+def test_what_is_between_driver_and_children_takes_everything_along(
+    own_bench: Bench, events: Events, victim: str
+) -> None:
+    child = own_bench.start(GRANDCHILDREN.format(fifo=events.path))
     pids = [int(word) for word in events.next()]
-    bench.until(lambda: child.pid)
-    both = {"template": template_of(bench), "guardian": guardian_of(bench)}
+    own_bench.until(lambda: child.pid)
+    both = {"template": template_of(own_bench), "guardian": guardian_of(own_bench)}
     os.kill(both[victim], signal.SIGKILL)
 
-    assert f"{both[victim]}" in bench.end_of(child).describe()
+    assert f"{both[victim]}" in own_bench.end_of(child).describe()
     gone([*pids, *both.values()])
-    assert bench.run("pass").code == 0
+    assert own_bench.run("pass").code == 0
 
 
-def test_a_process_that_says_so_outlives_everything(bench: Bench, events: Events) -> None:
-    child = bench.start(
+def test_a_process_that_says_so_outlives_everything(own_bench: Bench, events: Events) -> None:
+    child = own_bench.start(
         f"""
         import launched_code, os, signal, subprocess
         keep = {{**os.environ, "MONARCH_OUTLIVE": "1"}}
@@ -882,10 +914,10 @@ def test_a_process_that_says_so_outlives_everything(bench: Bench, events: Events
     kept, plain = map(int, events.next())
     try:
         child.kill()
-        bench.end_of(child)
+        own_bench.end_of(child)
         gone([plain])
         os.kill(kept, 0)
-        bench.launcher.close()
+        own_bench.launcher.close()
         os.kill(kept, 0)
     finally:
         os.kill(kept, signal.SIGKILL)
@@ -911,22 +943,22 @@ def test_shared_memory_of_a_killed_process_is_removed(bench: Bench, events: Even
     assert not os.path.exists(f"/dev/shm/{name}")
 
 
-def test_a_fork_of_the_driver_can_start_nothing_and_its_end_kills_nobody(bench: Bench, events: Events) -> None:
-    child = bench.start(f"import launched_code, signal; launched_code.say({events.path!r}, 'up'); signal.pause()")
+def test_a_fork_of_the_driver_can_start_nothing_and_its_end_kills_nobody(own_bench: Bench, events: Events) -> None:
+    child = own_bench.start(f"import launched_code, signal; launched_code.say({events.path!r}, 'up'); signal.pause()")
     events.next()
     pid = os.fork()
     if pid == 0:
         status = 1
         try:
-            bench.launcher.pump()
+            own_bench.launcher.pump()
             child.kill()
-            bench.launcher.close()
-            bench.start("pass")
+            own_bench.launcher.close()
+            own_bench.start("pass")
         except RuntimeError as e:
             status = 0 if "fork" in str(e) else 2
         finally:
             os._exit(status)
 
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert bench.run("pass").code == 0
+    assert own_bench.run("pass").code == 0
     assert child.alive

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 
@@ -18,13 +19,16 @@ for _name in [name for name in os.environ if name.startswith("MONARCH_") and nam
 os.environ["MONARCH_PRELOAD"] = "none"  # else tests that import torch make it slow to start the processes of later ones
 
 # A loaded machine must not fail a property for being slow; the same examples each time where nobody looks at a failure.
-hypothesis.settings.register_profile(
-    "monarch",
-    deadline=None,
-    max_examples=50,
-    derandomize="CI" in os.environ,
-    suppress_health_check=[hypothesis.HealthCheck.too_slow],
-)
+# `-m "slow or hypothesis" --hypothesis-profile thorough` is for those who have time.
+for _profile, _examples, _steps in (("monarch", 20, 30), ("thorough", 200, 50)):
+    hypothesis.settings.register_profile(
+        _profile,
+        deadline=None,
+        max_examples=_examples,
+        stateful_step_count=_steps,
+        derandomize="CI" in os.environ,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    )
 hypothesis.settings.load_profile("monarch")
 
 
@@ -43,6 +47,12 @@ def _missing(marker: str) -> str | None:
     if marker == "gpu":
         return None if os.path.exists("/dev/nvidiactl") else "no CUDA device: /dev/nvidiactl is missing"
     raise ValueError(marker)
+
+
+def pytest_collection_finish() -> None:
+    """Who collects garbage in a test need not look at all modules and tests: 0.2 s each time."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -42,7 +42,13 @@ def program(text: str) -> str:
 PROGRAMS = [document for document in DOCUMENTS if program(document.read_text(encoding="utf-8"))]
 
 
-@pytest.mark.parametrize("document", PROGRAMS, ids=named)
+QUICK = {"README.md", "docs/calls.md", "docs/testing.md"}
+
+
+@pytest.mark.parametrize(
+    "document",
+    [pytest.param(each, id=named(each), marks=() if named(each) in QUICK else pytest.mark.slow) for each in PROGRAMS],
+)
 def test_snippets_run(document, tmp_path):
     """They end with status 0, and print nothing to stderr."""
     script = tmp_path / f"{document.stem.lower()}_snippets.py"
@@ -55,8 +61,9 @@ def test_snippets_run(document, tmp_path):
 
 
 def environment() -> dict[str, str]:
-    """The scripts find this checkout first, installed or not."""
-    return {**os.environ, "PYTHONPATH": str(ROOT)}
+    """That of a user, whose scripts find this checkout first, installed or not."""
+    users = {name: value for name, value in os.environ.items() if name != "MONARCH_PRELOAD"}
+    return {**users, "PYTHONPATH": str(ROOT)}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=named)

@@ -118,6 +118,7 @@ def wheel_contents(tmp_path):
     return target
 
 
+@pytest.mark.slow
 def test_demo_answers_questions_over_the_standard_library():
     output = demo("--procs", "2", "--limit-files", "300", "--query", "parse command line arguments", "event loop")
 

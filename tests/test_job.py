@@ -73,6 +73,7 @@ def test_a_job_that_was_applied_is_found_by_another_of_the_same_kind(client: Tes
         first.kill()
 
 
+@pytest.mark.slow
 def test_hosts_for_demonstrations(client: TestClient) -> None:
     hosts = hosts_from_config("demo")
     assert len(hosts.spawn_procs().spawn("w", Worker).pid.call().get(LIMIT_S)) == 2

@@ -10,6 +10,8 @@ import pytest
 
 pytest.importorskip("mypy", reason="mypy is not installed here; tox -e typing runs this")
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 
 

@@ -14,7 +14,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 from net import Net, until
 
 
-@pytest.fixture(params=["inproc-caller", "inproc-thread", "shm-caller", "shm-thread"])
+@pytest.fixture(
+    params=[
+        "inproc-caller",
+        "shm-thread",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("inproc-thread", "shm-caller")),
+    ]
+)
 def net(request: pytest.FixtureRequest) -> Iterator[Net]:
     """Over each transport, with each driver."""
     yield from _net(*request.param.split("-"))

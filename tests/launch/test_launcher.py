@@ -414,7 +414,7 @@ def test_random_numbers_differ_between_processes(bench: Bench) -> None:
 
 
 def test_a_large_payload_passes(bench: Bench) -> None:
-    filler = "#" * (32 << 20)
+    filler = "#" * (8 << 20)
 
     assert bench.run(f"raise SystemExit(5)\n{filler}").code == 5
 

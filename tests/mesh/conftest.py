@@ -14,7 +14,11 @@ from monarch.testing.plugin import monarch_client, monarch_settings
 
 __all__ = ["monarch_client", "monarch_settings"]
 
-COMBINATIONS = [(transport, driver) for transport in ("inproc", "shm", "tcp") for driver in ("caller", "thread")]
+COMBINATIONS = [
+    pytest.param((transport, driver), id=f"{transport}-{driver}", marks=() if unit == driver else pytest.mark.slow)
+    for transport, unit in (("inproc", "caller"), ("shm", "caller"), ("tcp", "thread"))
+    for driver in ("caller", "thread")
+]
 
 
 @define
@@ -26,7 +30,7 @@ class Shared:
     transport: str
 
 
-@pytest.fixture(scope="package", params=COMBINATIONS, ids="-".join)
+@pytest.fixture(scope="package", params=COMBINATIONS)
 def shared_session(request: pytest.FixtureRequest) -> Iterator[Shared]:
     transport, driver = request.param
     with fresh_client(transport, driver, cleanup_timeout="1s") as client:

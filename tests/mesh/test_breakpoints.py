@@ -66,7 +66,7 @@ class Screen:
         return self.wait_for(until)
 
 
-@pytest.fixture(scope="module", params=["inproc", "ipc"])
+@pytest.fixture(scope="module", params=["inproc", pytest.param("ipc", marks=pytest.mark.slow)])
 def client(request):
     with fresh_client(request.param, cleanup_timeout="1s", process_exit_timeout="3s") as client:
         yield client
@@ -147,6 +147,7 @@ def test_a_stop_does_not_wait_for_the_debugger(scene):
     assert screen.desk.waiting() == []
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_in_the_debugger_is_gone_from_the_list():
     with fresh_client("ipc", process_exit_timeout="3s") as client:
         stopper = this_host().spawn_procs({"gpus": 2}).spawn("stopper", Stopper)
@@ -173,12 +174,16 @@ def test_an_actor_of_the_clients_process_stops_there(scene):
     assert call.get(LIMIT_S) == 3
 
 
-def test_another_terminal_attaches_with_monarch_debug(scene):
+def test_another_terminal_attaches_with_monarch_debug(scene, client):
     """What comes from a pipe waits for each prompt; its end detaches, and leaves."""
     _, stopper, screen = scene
+    url = client.context.actor_instance.console.url
     calls = stopper.add.call(5)
     screen.wait_for(both_wait)
-    command = [sys.executable, "-m", "monarch", "debug", "--pid", str(os.getpid())]
+    # Not by the pid alone: clients of other tests live in this process, too.
+    terminal = f"from monarch.mesh import console; console.found = lambda: [console.Found({os.getpid()}, {url!r})]"
+    terminal += "; from monarch.cli import main; raise SystemExit(main())"
+    command = [sys.executable, "-c", terminal, "debug", "--pid", str(os.getpid())]
     lines = "attach stopper 1\np x\ny = 100\nc\nattach stopper 0\np y\n"
     ran = subprocess.run(command, input=lines, capture_output=True, text=True, timeout=LIMIT_S)
     waiting = [who.rank for who, _ in screen.desk.waiting()]

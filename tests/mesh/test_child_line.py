@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -245,7 +244,6 @@ class Call:
         self.world.refused.append(self.number)
 
 
-Interleavings.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 TestInterleavings = Interleavings.TestCase
 
 

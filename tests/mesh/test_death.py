@@ -58,6 +58,7 @@ class Hoarder(Actor):
         threading.Thread.start = refuse  # type: ignore[method-assign]
 
 
+@pytest.mark.slow
 def test_an_actor_for_which_there_is_no_thread_fails(real_client: TestClient) -> None:
     procs = this_host().spawn_procs()
     procs.spawn("hoarder", Hoarder).take_all_threads.call_one().get(LIMIT_S)
@@ -68,7 +69,7 @@ def test_an_actor_for_which_there_is_no_thread_fails(real_client: TestClient) ->
     assert real_client.expect_fault("can't start new thread").actor_name == "worker"
 
 
-@pytest.mark.parametrize("code", [0, 42, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("code", [42, *(pytest.param(code, marks=pytest.mark.slow) for code in (0, 1))])
 def test_calls_to_a_process_that_exits_fail_with_the_code(real_client: TestClient, code: int) -> None:
     workers = this_host().spawn_procs({"gpus": 2}).spawn("workers", Worker)
     workers.echo.call(1).get(LIMIT_S)
@@ -83,6 +84,7 @@ def test_calls_to_a_process_that_exits_fail_with_the_code(real_client: TestClien
         workers.echo.call(1).get(LIMIT_S)
 
 
+@pytest.mark.slow
 def test_a_stream_gets_what_the_living_reply(real_client: TestClient, channel: Any) -> None:
     port, receiver = channel
     workers = this_host().spawn_procs({"gpus": 3}).spawn("workers", Worker)
@@ -194,6 +196,7 @@ def test_the_children_of_an_actor_end_when_its_process_dies(real_client: TestCli
     real_client.expect_fault("Killed")
 
 
+@pytest.mark.slow
 def test_an_owner_hears_of_the_death_of_its_processes(real_client: TestClient, channel: Any) -> None:
     port, receiver = channel
     parent = this_host().spawn_procs().spawn("parent", Parent, port, "handle")
@@ -265,8 +268,15 @@ def test_a_fork_of_the_client_gets_a_clear_error(real_client: TestClient) -> Non
     assert list(workers.echo.call(2).get(LIMIT_S).values()) == [2]
 
 
-@pytest.mark.parametrize("transport", ["ipc", "tcp"])
-@pytest.mark.parametrize("driver", ["caller", "thread"])
+@pytest.mark.parametrize(
+    ("transport", "driver"),
+    [
+        ("ipc", "caller"),
+        pytest.param("ipc", "thread", marks=pytest.mark.slow),
+        pytest.param("tcp", "caller", marks=pytest.mark.slow),
+        pytest.param("tcp", "thread", marks=pytest.mark.slow),
+    ],
+)
 def test_a_busy_process_is_not_dead(transport: str, driver: str) -> None:
     """An endpoint that holds the interpreter delays its own actor only, and nobody takes it for dead."""
 
@@ -306,6 +316,7 @@ def test_a_death_during_a_stop_is_no_failure(client: TestClient, channel: Any) -
     assert client.faults.values == []
 
 
+@pytest.mark.slow
 def test_many_threads_with_pending_calls_all_hear(real_client: TestClient, channel: Any) -> None:
     port, receiver = channel
     worker = this_host().spawn_procs().spawn("worker", Worker)

@@ -170,6 +170,7 @@ def test_shutdown_ends_processes_and_workers(client: TestClient, tmp_path: Path)
             hosts.shutdown()
 
 
+@pytest.mark.slow
 def test_shutdown_right_after_a_spawn_that_is_not_finished(client: TestClient, tmp_path: Path) -> None:
     with worker(f"ipc://{tmp_path}/w") as served:
         hosts = attach_to_workers(workers=[served.url])
@@ -205,7 +206,7 @@ def test_a_worker_that_is_killed_is_the_failure_of_its_processes(client: TestCli
         wait_until_gone(pid)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_client_that_is_killed_leaves_nothing_on_its_hosts(workers: list[str], signum: int) -> None:
     pids = _pids_of_client(workers, f"os.kill(os.getpid(), {int(signum)})")
     for pid in pids:

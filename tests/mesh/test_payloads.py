@@ -92,7 +92,7 @@ def test_results_outlive_the_process_that_sent_them(real_client):
     assert (back == 8).all()
 
 
-@pytest.mark.parametrize("limit_bytes", [0, 3 * MIB])
+@pytest.mark.parametrize("limit_bytes", [0, pytest.param(3 * MIB, marks=pytest.mark.slow)])
 def test_what_has_no_room_in_shared_memory_arrives_all_the_same(limit_bytes):
     with fresh_client("shm", shared_memory_bytes=limit_bytes):
         keepers = this_host().spawn_procs({"gpus": 1}).spawn("keeper", Keeper)

@@ -140,7 +140,11 @@ def test_two_meshes_live_side_by_side(client: TestClient) -> None:
 
 @pytest.mark.parametrize(
     ("function", "text"),
-    [(prepare, "prepared in"), (prepare_async, "prepared async"), (prepare_with_actor, "spawned by the bootstrap")],
+    [
+        pytest.param(prepare, "prepared in", marks=pytest.mark.slow),
+        pytest.param(prepare_async, "prepared async", marks=pytest.mark.slow),
+        (prepare_with_actor, "spawned by the bootstrap"),
+    ],
 )
 def test_a_bootstrap_function_runs_before_any_actor(real_client: TestClient, function: Any, text: str) -> None:
     procs = this_host().spawn_procs({"gpus": 2}, bootstrap=function)
@@ -199,6 +203,7 @@ def test_actors_that_wait_for_a_bootstrap_function_can_be_stopped(client: TestCl
 # Commands, interpreters, environment, binding
 
 
+@pytest.mark.slow
 def test_the_environment_of_a_command_is_there_per_rank(real_client: TestClient) -> None:
     def command(point: Point) -> Any:
         return default_bootstrap_cmd().with_env({"RANK_OF_TEST": str(point.rank)})
@@ -253,6 +258,7 @@ def test_processes_are_bound_to_processors(real_client: TestClient) -> None:
     assert list(procs.spawn("bound", Bound).cpus.call().get(20).values()) == [{usable[0]}, {usable[-1]}]
 
 
+@pytest.mark.slow
 def test_a_command_that_does_not_exist_is_said_at_the_first_use(real_client: TestClient) -> None:
     procs = this_host().with_python_executable("/no/such/python").spawn_procs({"gpus": 2})
     workers = procs.spawn("workers", Worker)

@@ -215,7 +215,7 @@ def test_host_mesh_stop_ends_what_was_spawned_there(client: TestClient) -> None:
     assert this_host().spawn_procs().spawn("w", Worker).echo.call_one(1).get(10) == 1
 
 
-@pytest.mark.parametrize("transport", ["inproc", "ipc", "tcp"])
+@pytest.mark.parametrize("transport", ["inproc", "ipc", pytest.param("tcp", marks=pytest.mark.slow)])
 def test_shutdown_is_idempotent_and_ends_everything(transport: str) -> None:
     with fresh_client(transport, cleanup_timeout="1s"):
         port, receiver = Channel[Any].open()

@@ -210,7 +210,7 @@ def test_the_client_hears_of_what_it_sent_to_a_failed_actor_of_others(client: Te
     assert "RootClientActor client" in failure.report()
 
 
-@pytest.mark.parametrize("transport", ["inproc", "ipc"])
+@pytest.mark.parametrize("transport", ["inproc", pytest.param("ipc", marks=pytest.mark.slow)])
 def test_undeliverable_messages_can_be_made_warnings(transport: str, caplog: pytest.LogCaptureFixture) -> None:
     with fresh_client(transport, undeliverable_fails_sender=False) as client:
         sender, gone = spawn_pair(None)
@@ -247,7 +247,9 @@ def run(before: str = "", after: str = "", transport: str = "ipc") -> subprocess
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, env=environ)
 
 
-@pytest.mark.parametrize("transport", ["inproc", "ipc", "tcp"])
+@pytest.mark.parametrize(
+    "transport", ["inproc", *(pytest.param(each, marks=pytest.mark.slow) for each in ("ipc", "tcp"))]
+)
 def test_an_unhandled_failure_ends_the_program_with_status_1(transport: str) -> None:
     done = run(after="import time; time.sleep(20); print('not reached')", transport=transport)
 
@@ -283,7 +285,7 @@ def test_a_program_that_waits_for_a_call_ends_too() -> None:
     assert done.returncode == 1
 
 
-@pytest.mark.parametrize("end", ["", "monarch.actor.shutdown_context().get()"])
+@pytest.mark.parametrize("end", ["", pytest.param("monarch.actor.shutdown_context().get()", marks=pytest.mark.slow)])
 def test_a_failure_over_the_last_messages_of_a_program_is_no_success(end: str) -> None:
     done = run(
         before="w = this_host().spawn_procs().spawn('w', Worker); w.pid.call_one().get(); w.fail.broadcast('late')\n"
@@ -295,6 +297,7 @@ def test_a_failure_over_the_last_messages_of_a_program_is_no_success(end: str) -
     assert "exit handler" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_hook_that_returns_lets_the_program_go_on() -> None:
     done = run(
         before="import threading; heard = threading.Event()\n"
@@ -306,6 +309,7 @@ def test_a_hook_that_returns_lets_the_program_go_on() -> None:
     assert done.stdout == "hook: worker\ngoes on\nexit handler\n"
 
 
+@pytest.mark.slow
 def test_a_hook_that_raises_ends_the_program_and_is_called_once() -> None:
     done = run(
         before="def hook(failure):\n    print('hook', flush=True)\n    raise LookupError('in the hook')\n"

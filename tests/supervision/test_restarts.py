@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import assume, settings
+from hypothesis import assume
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -386,5 +386,4 @@ class Interleavings(RuleBasedStateMachine):
         assert len(set(self.forgotten)) == len(self.forgotten)
 
 
-Interleavings.TestCase.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
 TestInterleavings = Interleavings.TestCase

@@ -19,8 +19,17 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-@pytest.mark.parametrize("transport", ["inproc", "ipc", "tcp"])
-@pytest.mark.parametrize("driver", ["caller", "thread"])
+@pytest.mark.parametrize(
+    ("transport", "driver"),
+    [
+        ("inproc", "caller"),
+        ("inproc", "thread"),
+        ("ipc", "caller"),
+        pytest.param("ipc", "thread", marks=pytest.mark.slow),
+        pytest.param("tcp", "caller", marks=pytest.mark.slow),
+        pytest.param("tcp", "thread", marks=pytest.mark.slow),
+    ],
+)
 def test_a_block_leaves_nothing_behind(transport: str, driver: str) -> None:
     """Threads and descriptors are as before, once a first block has loaded what loads once."""
 
@@ -73,7 +82,10 @@ def test_an_unexpected_failure_fails_the_block() -> None:
     assert [failure.mesh_name for failure in caught.value.failures] == ["worker"]
 
 
-@pytest.mark.parametrize(("transport", "last_line"), [("inproc", "leave"), ("ipc", "leave"), ("ipc", "crash")])
+@pytest.mark.parametrize(
+    ("transport", "last_line"),
+    [("inproc", "leave"), ("ipc", "crash"), pytest.param("ipc", "leave", marks=pytest.mark.slow)],
+)
 def test_a_failure_of_the_last_line_fails_the_block(transport: str, last_line: str) -> None:
     """Also when the actor has much to do before it."""
 
@@ -143,6 +155,7 @@ def test_failures_may_be_expected_allowed_or_hooked() -> None:
         assert heard.wait(10)
 
 
+@pytest.mark.slow
 def test_settings_reach_real_processes() -> None:
     class Reader(Actor):
         @endpoint

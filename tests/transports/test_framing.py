@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from monarch.errors import RemoteProtocolError
@@ -60,7 +60,6 @@ def decode(decoder: FrameDecoder, data: bytes, cuts: Sequence[int]) -> list[list
     return [[bytes(part) for part in frame] for frame in frames]
 
 
-@settings(deadline=None, max_examples=60)
 @given(shapes, chunks)
 def test_any_chunking_gives_the_same_frames(shape, cuts):
     frames = build(shape)
@@ -69,13 +68,11 @@ def test_any_chunking_gives_the_same_frames(shape, cuts):
     assert decoder.is_between_frames
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.lists(st.lists(st.binary(max_size=20), max_size=4), max_size=6))
 def test_byte_by_byte_gives_the_same_frames(frames):
     assert decode(FrameDecoder(), wire(frames), [1]) == frames
 
 
-@settings(deadline=None, max_examples=60)
 @given(shapes)
 def test_feeding_alone_is_enough(shape):
     frames = build(shape)
@@ -85,14 +82,12 @@ def test_feeding_alone_is_enough(shape):
     assert [[bytes(part) for part in frame] for frame in got] == frames
 
 
-@settings(deadline=None, max_examples=60)
 @given(shapes, chunks)
 def test_a_stranger_may_send_frames_below_the_limit(shape, cuts):
     frames = build(shape)
     assert decode(FrameDecoder(max_frame_bytes=1 << 21), wire(frames), cuts) == frames
 
 
-@settings(deadline=None, max_examples=60)
 @given(shapes)
 def test_joining_changes_nothing_on_the_wire(shape):
     frames = build(shape)
@@ -186,7 +181,6 @@ def test_nothing_follows_a_goodbye():
         FrameDecoder().feed(GOODBYE + b"x")
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.binary(max_size=50), st.integers(1, 20))
 def test_the_tail_of_a_discarded_stream_shows_a_goodbye(before, cut):
     data = before + MARKER

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import monarch
@@ -314,7 +314,6 @@ def apply(program: list[tuple[int, int, int]], start: list[Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("view", ["whole", "host", "flat"])
-@settings(max_examples=15)
 @given(st.lists(st.tuples(st.integers(0, len(UNARY) + len(BINARY) - 1), st.integers(0, 9), st.integers(0, 9))))
 def test_any_program_gives_what_torch_gives_for_that_rank(shared_procs: ProcMesh, view: str, program: Any) -> None:
     mesh = {"whole": shared_procs, "host": shared_procs.slice(hosts=1), "flat": shared_procs.flatten("rank")}[view]

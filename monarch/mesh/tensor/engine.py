@@ -371,8 +371,11 @@ def forget_templates() -> None:
     """The plans that know of the templates are gone; so that workers do not keep them for ever."""
     for engine in _engines:
         if engine.recorder is None:
-            for lane in engine.lanes.values():
-                lane.forget(lane.templates.keys() - engine.pinned)
+            try:
+                for lane in engine.lanes.values():
+                    lane.forget(lane.templates.keys() - engine.pinned)
+            except DeviceException:
+                pass  # its workers are gone, which whoever uses it next is told
 
 
 def engine_of(mesh: ProcMesh) -> Engine:

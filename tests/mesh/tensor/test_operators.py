@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 import monarch
 from monarch import fetch_shard, get_active_mesh, inspect, no_mesh, remote
-from monarch.actor import ProcMesh
+from monarch.actor import ProcMesh, this_host
+from monarch.mesh.tensor.errors import DeviceException
 
 RANKS = [(host, gpu) for host in range(2) for gpu in range(2)]
 
@@ -258,6 +259,27 @@ def test_many_different_operators_do_not_fill_the_workers(procs, monkeypatch):
             total = total + number
         assert inspect(total).tolist() == [sum(range(100))]
         assert len(total._ref.place.lane.templates) <= 20
+
+
+def test_a_mesh_that_is_gone_is_no_failure_of_another(procs, tensor_client, monkeypatch):
+    from monarch.mesh.tensor import dispatch, engine
+
+    gone = this_host().spawn_procs(name="gone")
+    with gone.activate():
+        held = torch.ones(1) + 0.5
+        inspect(held)
+    tensor_client.kill(gone)
+    for mesh in ("tensor_depots", "tensor_workers"):
+        tensor_client.expect_fault(mesh)
+    monkeypatch.setattr(engine, "FEWEST", 1)  # what is said to it is sent at once
+    monkeypatch.setattr(dispatch, "_MOST_PLANS", 5)
+    with procs.activate():
+        total = torch.zeros(1, dtype=torch.int64)
+        for number in range(20):
+            total = total + number
+        assert inspect(total).tolist() == [sum(range(20))]
+    with gone.activate(), pytest.raises(DeviceException, match="a tensor worker is gone"):
+        inspect(held)
 
 
 def test_modules_can_be_copied(procs):

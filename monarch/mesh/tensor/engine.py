@@ -196,8 +196,9 @@ class Engine:
         self.root = root
         self.owner = context().actor_instance
         self.ranks = {proc.key: rank for rank, proc in enumerate(root._procs)}  # by process
+        hosts = [(proc.keeper or proc).key for proc in root._procs]
         self.depots: ActorMesh[Any] = root.spawn("tensor_depots", Depot)  # type: ignore[assignment]
-        self.workers: ActorMesh[Any] = root.spawn("tensor_workers", Worker, self.depots, os.getpid())  # type: ignore[assignment]
+        self.workers: ActorMesh[Any] = root.spawn("tensor_workers", Worker, self.depots, os.getpid(), hosts)  # type: ignore[assignment]
         self.lanes: dict[Region, Lane] = {}
         self.by_number: dict[int, Lane] = {}
         self.failures: dict[tuple[int, int], Stack] = {}  # the last ones, and of reductions, which may fail later

@@ -40,7 +40,7 @@ _NATIVE: Final = {
     "max": dist.ReduceOp.MAX,
 }
 _NATIVE_DTYPES: Final = frozenset(
-    (torch.float32, torch.float64, torch.float16, torch.int8, torch.uint8, torch.int32, torch.int64)
+    (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64)
 )
 _FOLDS: Final[dict[str, Callable[[Any, Any], Any]]] = {
     "sum": torch.add,
@@ -119,6 +119,17 @@ class Groups:
             self._groups[ranks, device + name] = found
         return found
 
+    def process_group(self, ranks: tuple[int, ...], name: str) -> Any:
+        """One of torch.distributed, for functions of the user's."""
+        devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+        members = [self.of(ranks, device, name) for device in devices]
+        group = dist.ProcessGroup(members[0].notes, ranks.index(self._rank), len(ranks))
+        kinds = {"cpu": dist.ProcessGroup.BackendType.GLOO, "cuda": dist.ProcessGroup.BackendType.NCCL}
+        group._set_default_backend(kinds[devices[-1]])
+        for device, member in zip(devices, members, strict=True):
+            group._register_backend(torch.device(device), kinds[device], member.backend)
+        return group
+
 
 def _make(notes: Notes, rank: int, size: int, device: str, within_host: bool) -> Any:
     if device == "cuda":
@@ -136,18 +147,10 @@ class Group:
         self.rank, self.size = rank, size
         within_host = share_host(notes, rank, size)
         self.backend = _make(notes, rank, size, device, within_host)
-        self._notes, self._device, self._buffers = notes, device, buffers
+        self.notes, self._buffers = notes, buffers
         self._direct = None
         if within_host and device == "cpu" and shares_memory():
             self._direct = Direct(notes, rank, size, buffers, jobs)
-
-    def process_group(self) -> Any:
-        """As the functions of torch.distributed take it."""
-        kind = dist.ProcessGroup.BackendType.NCCL if self._device == "cuda" else dist.ProcessGroup.BackendType.GLOO
-        group = dist.ProcessGroup(self._notes, self.rank, self.size)
-        group._set_default_backend(kind)
-        group._register_backend(torch.device(self._device), kind, self.backend)
-        return group
 
     def reduce(self, shard: torch.Tensor | None, reduction: Reduction) -> torch.Tensor | Pending:
         """The result for this member. `shard` is None where it could not be computed.

@@ -83,13 +83,13 @@ class Worker(Actor):
 
     Args:
         controller: its process id, which is that of this process where processes are threads of one.
+        hosts: by rank, equal for workers of one host.
     """
 
-    def __init__(self, depots: ActorMesh[Any], controller: int) -> None:
-        if os.getpid() != controller and "OMP_NUM_THREADS" not in os.environ:
-            # The processes share the cores: more threads than these wait for each other, busily.
-            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // len(depots)))
+    def __init__(self, depots: ActorMesh[Any], controller: int, hosts: Sequence[int]) -> None:
         self.rank = current_rank().rank
+        if os.getpid() != controller:
+            share_host(self.rank, hosts)
         self.name = str(context().actor_instance)
         self.table: Table = {}
         self._known: dict[int, Any] = {}
@@ -364,7 +364,7 @@ class Worker(Actor):
         _, dims, name, result = command
         try:
             key = torch.zeros((), dtype=torch.int64)
-            key.monarch_value = self._groups.of(self._peers(dims), "cpu", name).process_group()  # type: ignore[attr-defined]
+            key.monarch_value = self._groups.process_group(self._peers(dims), name)  # type: ignore[attr-defined]
             self.table[result] = key
         except Exception as error:
             self._fail(error, result, 1)
@@ -397,6 +397,22 @@ class Worker(Actor):
     def propagate(self, function: Function, parts: Sequence[Any], metas: Sequence[Meta]) -> Any:
         """What a function of the user's returns, with a Meta for each tensor. It runs on tensors without memory."""
         return propagated(resolve(function), codec.decode(parts), metas)
+
+
+def share_host(rank: int, hosts: Sequence[int]) -> None:
+    """Give this process its part of the cores and CUDA devices of its host, unless the user has, and the environment
+    that programs for torchrun look at."""
+    local, size = list(hosts[:rank]).count(hosts[rank]), hosts.count(hosts[rank])
+    names = {"RANK": rank, "WORLD_SIZE": len(hosts), "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": size}
+    for name, value in names.items():
+        os.environ.setdefault(name, str(value))
+    if "OMP_NUM_THREADS" not in os.environ:
+        # More threads than these wait for each other, busily.
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // size))
+    if (count := torch.cuda.device_count()) > 1 and not torch.cuda.is_initialized():
+        # So that "cuda:0", as the controller says, is a device of this worker's own.
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[local % count]
 
 
 def resolve(function: Function) -> Callable[..., Any]:

@@ -93,6 +93,7 @@ class Gateway:
         self._gone: deque[int] = deque()  # keys of the last peers that are GONE; older ones are forgotten
         self._secret = secret
         self._deliver, self._bounce, self._on_gone = deliver, bounce, on_gone
+        self.on_lost_child: Callable[[int], None] = lambda key: None  # the link to a process that we keep broke
         self.is_steady = False  # set by who knows that no code of users runs here
         self.ways = Ways(transport)
         self._listeners: dict[Place, Listener] = {}
@@ -563,6 +564,7 @@ class Gateway:
             self.declare_gone(peer.proc, peer.ended)
         elif self._keeps(peer.proc):
             # Its exit will be reported; if it lives, it dials us again.
+            self.on_lost_child(peer.key)
             breaks = peer.breaks
             self.call_later(self.limits.message_delivery_timeout_s, lambda: self._give_up_broken(peer, breaks))
         elif peer.said_goodbye and peer.proc.keeper is None:

@@ -23,7 +23,7 @@ from typing import Any
 
 from attrs import define
 
-from monarch.launch import linux
+from monarch.launch import claim, linux
 from monarch.launch.bootstrap import FD_VARIABLE, Job
 from monarch.launch.library_threads import LibraryThreads
 from monarch.launch.wire import Message, explain, memory_file
@@ -39,6 +39,7 @@ class Birth:
             bytes about this one and `payload` bytes for its entry.
         directory: descriptor of the working directory.
         reports: pipe on which to say why it does not come up.
+        claims: see `claim`.
         library_fds: descriptors that belong to imported libraries and stay open.
         threads: of imported libraries.
     """
@@ -49,6 +50,7 @@ class Birth:
     stdout: int
     stderr: int
     reports: int
+    claims: int
     library_fds: frozenset[int]
     common: int
     at: int
@@ -92,6 +94,7 @@ def _become(birth: Birth) -> Job:
     os.umask(common["umask"])
     if facts["command"] is not None:
         _exec(birth, job, facts["command"], env, common["limits"])
+    claim.claim(birth.claims)
     _set_environment(env)
     _set_limits(common["limits"])
     for name in [n for n in vars(sys.modules["__main__"]) if not n.startswith("__")]:

@@ -84,6 +84,10 @@ class Child:
         """Send a signal, through the template, which knows whether the pid is still this child's."""
         self._launcher._kill(self, signum)
 
+    def look(self) -> None:
+        """End a forked process that has replaced itself by another program."""
+        self._launcher._look(self)
+
 
 @define(eq=False)
 class _Template:
@@ -296,6 +300,12 @@ class Launcher:
                 child._killed = child._killed or signum == signal.SIGKILL
                 self._post(template, {"op": "kill", "id": child._id, "signal": int(signum)})
 
+    def _look(self, child: Child) -> None:
+        with self._lock:
+            template = self._template
+            if not self._forked and template is not None and child._id in template.children:
+                self._post(template, {"op": "look", "id": child._id})
+
     # -- watching
 
     def fileno(self) -> int:
@@ -356,8 +366,8 @@ class Launcher:
             case "ended":
                 child = template.children.pop(message["id"])
                 child.pid = message["pid"]
-                hint = ""
-                if message["signal"] == signal.SIGKILL and not child._killed and message["error"] is None:
+                hint = message["hint"]
+                if message["signal"] == signal.SIGKILL and not (hint or child._killed or message["error"]):
                     hint = self._reason_for_sigkill()
                 end = Exit(child.pid, message["code"], message["signal"], message["error"], message["tail"], hint=hint)
                 self._end(child, end)

@@ -54,6 +54,21 @@ def set_child_subreaper() -> bool:
     return prctl is not None and prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
 
 
+def end_with_this_thread(status: int) -> bool:
+    """Have this process exit with `status` when this thread is ended by `pthread_exit`, as native code may do with the
+    main thread: the others would go on, and to its parent the process would not have ended."""
+    if not LINUX:
+        return False
+    import ctypes
+
+    libc = ctypes.CDLL(None)
+    key = ctypes.c_uint()
+    # The kernel is told by the destructor of a value of the thread: it runs at the end of a thread, not of a process.
+    if libc.pthread_key_create(ctypes.byref(key), libc._exit) != 0:
+        return False
+    return bool(libc.pthread_setspecific(key, ctypes.c_void_p(status)) == 0)
+
+
 def set_process_title(title: str) -> None:
     """Show `title` in `ps` and `top`, as far as the memory of the command line given at exec has room for it."""
     prctl = _prctl()

@@ -25,6 +25,9 @@ each child are subreapers: what a child's descendants leave behind stays below t
 has made itself a daemon there is the child's zombie when it ends), and comes up here when the child is dead: see
 `orphans`.
 
+**Becoming another.** A child that replaces itself by another program, with `exec`, keeps its pid, so that nothing
+tells of its end. Who has lost its connection asks, and then it is killed (see `claim`).
+
 **Becoming a child.** All signals but SIGCHLD and faults are blocked in the template, so that a fork misses none before
 it has its own handlers. The child's work is *returned* out of the loop, up to the last line of the interpreter's main
 module, so that the process ends as every Python program does. A child with a command of its own execs it instead; its
@@ -54,7 +57,7 @@ from typing import Final
 
 from attrs import define, field
 
-from monarch.launch import linux
+from monarch.launch import claim, linux
 from monarch.launch.bootstrap import Job
 from monarch.launch.compiled import CodeStore, share_compiled_code
 from monarch.launch.forked import Birth, become, close_all_but
@@ -85,6 +88,7 @@ main(setup)
 
 _FORKS_PER_TURN: Final = 8  # what the template writes to between two forks is copied for each
 _KILL_LIMIT_S: Final = 10.0  # then the template gives up on what SIGKILL does not end (stuck in the kernel)
+_BECAME_ANOTHER: Final = "it had replaced itself by another program, with exec, and was killed for that"
 _FAULTS: Final = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP}
 
 
@@ -112,6 +116,7 @@ class _Child:
     output: int  # where among the descriptors of its batch its standard output is
     pid: int = 0
     tee: Tee | None = None
+    became_another: bool = False
 
 
 class _State(enum.Enum):
@@ -130,6 +135,7 @@ class Template:
     library_fds: frozenset[int]
     wake: int  # readable after SIGCHLD
     reports: tuple[int, int]  # a pipe on which children say why they could not become what they should
+    claims: int  # see `claim`
     pid: int = field(factory=os.getpid)
     state: _State = _State.SERVING
     deadline_s: float = 0.0
@@ -231,6 +237,8 @@ class Template:
                 self._preload(message["modules"], message["path"])
             case "kill":
                 self._kill(message["id"], message["signal"])
+            case "look":
+                self._look(message["id"])
             case "end":
                 self._abandon_todo()
                 self.state, self.deadline_s = _State.ENDING, time.monotonic() + message["grace_s"]
@@ -257,6 +265,13 @@ class Template:
         for child in self.children.values():
             if child.id == id:
                 kill(child.pid, signum)
+
+    def _look(self, id: int) -> None:
+        """Kill a child that is another program by now."""
+        for child in self.children.values():
+            if child.id == id and not child.execs and not claim.is_claimed(self.claims, child.pid):
+                child.became_another = True
+                kill(child.pid, signal.SIGKILL)
 
     def _abandon_todo(self) -> None:
         for batch, child in self.todo:
@@ -301,7 +316,9 @@ class Template:
             self.wire.send({"op": "started", "children": self.started})
             self.started = []
         end = {"code": code if signum <= 0 else None, "signal": signum if signum > 0 else None}
-        self.wire.send({"op": "ended", "id": child.id, "pid": child.pid or None, **end, "error": error, "tail": tail})
+        hint = _BECAME_ANOTHER if child.became_another and signum == signal.SIGKILL else ""
+        told = {"error": error, "tail": tail, "hint": hint}
+        self.wire.send({"op": "ended", "id": child.id, "pid": child.pid or None, **end, **told})
 
     def _read_reports(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -336,6 +353,7 @@ class Template:
                     stdout=batch.fds[child.output],
                     stderr=pipe[1] if pipe else batch.fds[child.output + 1],
                     reports=self.reports[1],
+                    claims=self.claims,
                     library_fds=self.library_fds,
                     common=batch.common,
                     at=child.at,
@@ -424,6 +442,7 @@ def main(setup: Message) -> None:
     before = _open_fds()
     _load(setup["preload"], driver, lifeline)
     store = CodeStore(memory_file())  # its descriptor stays open in the children, like those of libraries
+    claims = memory_file()
     library_fds = frozenset(_open_fds() - before)
 
     wake, wake_by = os.pipe()
@@ -438,7 +457,7 @@ def main(setup: Message) -> None:
     wire.send({"op": "ready", "pid": os.getpid(), "threads": linux.thread_count()})
     for fd in (SOCKET_FD, *([driver] if driver is not None else [])):
         os.set_inheritable(fd, False)
-    template = Template(wire, driver, lifeline, library_fds, wake, reports)
+    template = Template(wire, driver, lifeline, library_fds, wake, reports, claims)
     job = template.serve()
     if job is None:
         os._exit(0)

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from monarch.core import address, settings
 from monarch.core.ids import ActorId, new_number
 from monarch.core.monitor import Down
-from monarch.launch import stack_signal
+from monarch.launch import linux, stack_signal
 from monarch.log import show_what_was_asked_for
 from monarch.mesh import actor_config
 from monarch.mesh.attribution import Attribution, set_log_level
@@ -30,6 +30,7 @@ from monarch.transports import registry
 from monarch.transports import url as urls
 
 _LAST_WORDS_S = 2.0
+_WITHOUT_MAIN_THREAD = 70  # exit status: EX_SOFTWARE of sysexits.h
 
 
 class MainThread:
@@ -84,6 +85,7 @@ def main(payload: bytes) -> None:
     sys.path += [folder for folder in boot.path if folder not in sys.path]
     settings.install(boot.config)
     show_what_was_asked_for()
+    linux.end_with_this_thread(_WITHOUT_MAIN_THREAD)
     runtime = start(boot)
     stack_signal.answer(runtime.driver.thread)
     if boot.origin is not None:
@@ -101,10 +103,8 @@ def main(payload: bytes) -> None:
             # Nobody is left to report to; the guardian of the host ends this process anyway.
             if not down.pid:
                 sys.stderr.write(f"process {boot.proc.uid} could not come up: {down.reason}\n")
+            runtime.gateway.call_later(_LAST_WORDS_S, lambda: os._exit(1))
             runtime.agent.stop_all(f"the client's process is gone: {down.reason}")
-            timer = threading.Timer(_LAST_WORDS_S, os._exit, (1,))
-            timer.daemon = True
-            timer.start()
 
     runtime.on_proc_gone.append(on_gone)
     client = ProcClient(runtime, ActorId(runtime.proc_id, new_number(), "client"))

@@ -7,6 +7,7 @@ that somebody waits for goes to the caller and the actor lives on; everything el
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
 import os
@@ -116,7 +117,7 @@ class ActorBehavior:
                 raise AttributeError(f"{self._class.name} has no endpoint {name!r}")
             served = Served(instance, name, envelope, not spec.concurrent)
             current_context.set(Context(instance, Point(envelope.rank, extent), served))
-            args, kwargs = codec.decode(envelope.parts[1:])
+            args, kwargs = self._arguments(envelope, name)
             if spec.sends_itself:
                 args = (self._handed_out(envelope, port), *args)
         except Exception as error:
@@ -124,6 +125,14 @@ class ActorBehavior:
         if spec.is_async:
             return Waiting(self._run_async(served, envelope, spec, port, args, kwargs), spec.concurrent)
         return self._run_sync(served, envelope, spec, port, args, kwargs)
+
+    def _arguments(self, envelope: Envelope, name: str) -> Any:
+        try:
+            return codec.decode(envelope.parts[1:])
+        except Exception as error:
+            with contextlib.suppress(Exception):
+                error.add_note(f"the arguments of {self._instance.member}.{name} could not be rebuilt there")
+            raise
 
     def endpoint_of(self, envelope: Envelope) -> str:
         name = self._describe(envelope.parts[0])[0]

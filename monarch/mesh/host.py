@@ -36,6 +36,7 @@ log = get_logger("monarch.host")
 
 _ORPHAN_GRACE_S = 1.0
 _LAST_LINES_S = 1.0
+_LOOK_AGAIN_S = 0.1
 
 
 @define(frozen=True)
@@ -85,6 +86,10 @@ class Running(Protocol):
     pid: int | None
 
     def kill(self, signum: int) -> None: ...
+
+    def look(self) -> None:
+        """End it if it is not what was started any more."""
+        ...
 
 
 class Starter(Protocol):
@@ -228,6 +233,7 @@ class HostAgent:
         runtime.handlers["stop_procs"] = self._on_stop_procs
         runtime.handlers["show_output"] = self._on_show_output
         runtime.on_proc_gone.append(self._on_owner_gone)
+        runtime.gateway.on_lost_child = self._on_lost
 
     def _on_launch(self, envelope: Envelope, owner: ActorId, requests: list[LaunchRequest]) -> None:
         self.launch(owner, requests)
@@ -300,6 +306,13 @@ class HostAgent:
         if launched.owner.proc.key != runtime.key:
             runtime.tell(launched.owner.proc, "proc_gone", proc, down)
         runtime.gateway.process_ended(proc, down, lambda: self._forget(proc.key))
+
+    def _on_lost(self, key: int) -> None:
+        """The link to a process broke, which may still run. Twice, for its connections do not close all at once."""
+        launched = self._procs.get(key)
+        if launched is not None and launched.running is not None:
+            launched.running.look()
+            self._runtime.gateway.call_later(_LOOK_AGAIN_S, launched.running.look)
 
     def _forget(self, key: int) -> None:
         with self._lock:

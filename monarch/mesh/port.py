@@ -7,6 +7,7 @@ a port that takes as many replies as the call has members.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections import deque
@@ -131,14 +132,27 @@ def _unpickled(port: PortId | None, rank: int, return_undeliverable: bool) -> Po
     return self
 
 
-def decode_value(envelope: Envelope, explain: Callable[[int], str]) -> Any:
-    """The value of a PORT message, or raises the error that it carries."""
+def decode_value(envelope: Envelope, members: Members | None = None) -> Any:
+    """The value of a PORT message, or raises the error that it carries. `members`: those that were called, if it is a
+    reply."""
     if not envelope.flags & Flag.ERROR:
-        return codec.decode(envelope.parts)
+        return _rebuilt(envelope, members)
     error, formatted = exceptions.decode_exception(envelope.parts)
     if envelope.flags & Flag.RAW_ERROR:
         raise Outcome(error)
-    raise ActorError(error, explain(envelope.rank), formatted)
+    text = "A remote actor call failed." if members is None else members.call_text(envelope.rank)
+    raise ActorError(error, text, formatted)
+
+
+def _rebuilt(envelope: Envelope, members: Members | None) -> Any:
+    """What unpickling raises is an error of the user's code: it keeps its type, and says where it comes from."""
+    try:
+        return codec.decode(envelope.parts)
+    except Exception as error:
+        what = "a value on a port" if members is None else f"the result of {members.endpoint_text(envelope.rank)}"
+        with contextlib.suppress(Exception):
+            error.add_note(f"{what} could not be rebuilt here")
+        raise
 
 
 def fate_of(bounce: Envelope) -> Fate:
@@ -179,7 +193,7 @@ class _Inbox:
                 self._runtime.ports.pop(self._number, None)
 
     def _decode(self, envelope: Envelope) -> Any:
-        value = decode_value(envelope, lambda rank: "A remote actor call failed.")
+        value = decode_value(envelope)
         return (envelope.rank, value) if self.ranked else value
 
     def deliver(self, envelope: Envelope) -> None:
@@ -290,12 +304,15 @@ class Members:
         for name in Members.__slots__:
             setattr(self, name, getattr(other, name))
 
+    def endpoint_text(self, rank: int) -> str:
+        return f"{self.describe(rank)}.{self.method}"
+
     def call_text(self, rank: int) -> str:
-        return f"Actor call {self.describe(rank)}.{self.method} failed."
+        return f"Actor call {self.endpoint_text(rank)} failed."
 
     def trouble(self, reply: Envelope) -> str:
         """What a reply with an error says."""
-        return f"{self.describe(reply.rank)}.{self.method} raised {exceptions.summary_of_sent(reply.parts)}"
+        return f"{self.endpoint_text(reply.rank)} raised {exceptions.summary_of_sent(reply.parts)}"
 
     def error(self, rank: int, down: Down, fate: Fate = Fate.UNKNOWN) -> Exception:
         base = self.region.slice()[rank]
@@ -374,7 +391,7 @@ class OneReply(CallSink, Generic[R]):
     def deliver(self, envelope: Envelope) -> None:
         self._close()
         trouble = partial(self._members.trouble, envelope) if envelope.flags & Flag.ERROR else None
-        self.future._complete(partial(decode_value, envelope, self._members.call_text), trouble)
+        self.future._complete(partial(decode_value, envelope, self._members), trouble)
 
     def bounced(self, envelope: Envelope, down: Down) -> None:
         self._close()
@@ -448,12 +465,8 @@ class MeshReply(CallSink, Generic[R]):
         replies = [reply for reply in outcomes if isinstance(reply, Envelope)]
         for reply in replies:
             if reply.flags & Flag.ERROR:
-                decode_value(reply, members.call_text)
-        return ValueMesh._lazy(members.region.extent, [_decoder(reply) for reply in replies])
-
-
-def _decoder(envelope: Envelope) -> Callable[[], Any]:
-    return lambda: codec.decode(envelope.parts)
+                decode_value(reply, members)
+        return ValueMesh._lazy(members.region.extent, [partial(_rebuilt, reply, members) for reply in replies])
 
 
 class FailFastReply(MeshReply[R]):
@@ -463,7 +476,7 @@ class FailFastReply(MeshReply[R]):
         if envelope.flags & Flag.ERROR:
             self._close()
             trouble = partial(self._members.trouble, envelope)
-            self.future._complete(partial(decode_value, envelope, self._members.call_text), trouble)
+            self.future._complete(partial(decode_value, envelope, self._members), trouble)
         else:
             super().deliver(envelope)
 
@@ -487,7 +500,7 @@ def _settled(members: Members, outcome: Envelope | Exception) -> Any:
     if isinstance(outcome, Exception):
         return outcome
     try:
-        return decode_value(outcome, members.call_text)
+        return decode_value(outcome, members)
     except Outcome as raw:
         return raw.error
     except Exception as error:
@@ -532,7 +545,7 @@ class StreamReply(CallSink, Generic[R]):
     def deliver(self, envelope: Envelope) -> None:
         future = self._next(envelope.rank)
         if future is not None:
-            future._complete(partial(decode_value, envelope, self._members.call_text))
+            future._complete(partial(decode_value, envelope, self._members))
 
     def bounced(self, envelope: Envelope, down: Down) -> None:
         future = self._next(envelope.rank)

@@ -31,6 +31,9 @@ class ThreadGroup:
     def kill(self, signum: int) -> None:
         self._end(Exit(self.pid, signal=signum))
 
+    def look(self) -> None:
+        pass
+
     def _end(self, exit: Exit) -> None:
         if self._over:
             return

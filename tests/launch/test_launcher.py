@@ -233,6 +233,41 @@ def test_a_kill_of_ours_needs_no_explanation_and_may_come_before_the_fork(bench:
     child.kill()  # no effect on the dead
 
 
+def test_a_process_that_becomes_another_program_is_killed_when_somebody_looks(bench: Bench, events: Events) -> None:
+    gate = str(bench.folder / "gate")
+    os.mkfifo(gate)
+    child = bench.start(
+        f"""
+        import launched_code, os, subprocess
+        subprocess.run(["true"])  # a fork of it may exec
+        launched_code.say({events.path!r}, "up")
+        open({gate!r}).close()
+        os.execvp("sh", ["sh", "-c", 'echo another >> "$0"; sleep 100', {events.path!r}])
+        """
+    )
+    assert events.next() == ["up"]
+    child.look()
+    assert bench.run("pass").code == 0  # was asked for after the look
+    open(gate, "w").close()
+    assert events.next() == ["another"]  # it lived on
+    child.look()
+
+    assert "Killed(sig=9) (it had replaced itself by another program" in bench.end_of(child).describe()
+
+
+def test_a_process_ends_with_its_main_thread(bench: Bench) -> None:
+    end = bench.run(
+        """
+        import ctypes, threading
+        from monarch.launch import linux
+        assert linux.end_with_this_thread(70)
+        threading.Thread(target=threading.Event().wait).start()  # would go on
+        ctypes.CDLL(None).pthread_exit(None)
+        """
+    )
+    assert (end.code, end.signal) == (70, None)
+
+
 def test_a_signal_right_after_the_fork_is_not_lost(bench: Bench) -> None:
     children = [bench.start("import signal; signal.pause()") for _ in range(5)]
     for child in children:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import signal
 import threading
@@ -128,6 +129,19 @@ class Worker(Actor):
     @endpoint
     def exit_process(self, code: int) -> None:
         os._exit(code)
+
+    @endpoint
+    def unloadable(self) -> Any:
+        return Unloadable()
+
+    @endpoint
+    def exec_process(self) -> None:
+        os.execvp("sleep", ["sleep", "100"])
+
+    @endpoint
+    def exit_main_thread(self) -> None:
+        assert threading.current_thread() is threading.main_thread()
+        ctypes.CDLL(None).pthread_exit(None)
 
     @endpoint
     def kill_process(self, signum: int = signal.SIGKILL) -> None:

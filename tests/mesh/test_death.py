@@ -84,6 +84,16 @@ def test_calls_to_a_process_that_exits_fail_with_the_code(real_client: TestClien
         workers.echo.call(1).get(LIMIT_S)
 
 
+@pytest.mark.parametrize(
+    ("method", "text"), [("exec_process", "replaced itself by another program"), ("exit_main_thread", "code 70")]
+)
+def test_a_process_that_has_ended_by_half_is_missed(real_client: TestClient, method: str, text: str) -> None:
+    worker = this_host().spawn_procs().spawn("worker", Worker)
+    with pytest.raises(SupervisionError, match=text):
+        getattr(worker, method).call_one().get(LIMIT_S)
+    assert real_client.expect_fault(text).pid
+
+
 @pytest.mark.slow
 def test_a_stream_gets_what_the_living_reply(real_client: TestClient, channel: Any) -> None:
     port, receiver = channel

@@ -200,8 +200,9 @@ def test_a_result_that_cannot_be_pickled_is_an_actor_error(spawn: Spawn, alone: 
 def test_an_argument_that_cannot_be_unpickled_is_an_actor_error(spawn: Spawn, alone: Any) -> None:
     worker = spawn(Worker, on=alone)
 
-    with pytest.raises(ActorError, match="cannot be unpickled"):
+    with pytest.raises(ActorError, match="cannot be unpickled") as caught:
         worker.echo.call_one(Unloadable()).get(10)
+    assert "Worker worker.echo could not be rebuilt there" in str(caught.value)
     assert worker.echo.call_one(1).get(10) == 1
 
 
@@ -212,8 +213,14 @@ def test_a_result_that_cannot_be_unpickled_is_an_error_at_the_reader(spawn: Spaw
     worker.send_to.broadcast(port, 1)
     assert receiver.recv().get(10) == 1
     port.send(Unloadable())
-    with pytest.raises(LookupError, match="cannot be unpickled"):
+    with pytest.raises(LookupError, match="cannot be unpickled") as caught:
         receiver.recv().get(10)
+    assert caught.value.__notes__ == ["a value on a port could not be rebuilt here"]
+    for result in (worker.unloadable.call_one(), worker.unloadable.call(), next(worker.unloadable.stream())):
+        with pytest.raises(LookupError, match="cannot be unpickled") as caught:
+            list(result.get(10))
+        (note,) = caught.value.__notes__
+        assert note == "the result of tests.mesh.actors.Worker worker.unloadable could not be rebuilt here"
 
 
 def test_stop_iteration_arrives_wrapped(spawn: Spawn, alone: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import sys
 
 import hypothesis
 import pytest
@@ -16,6 +17,8 @@ _KEPT = {"MONARCH_RDMA_BINDING", "MONARCH_TRANSPORT"}
 
 for _name in [name for name in os.environ if name.startswith("MONARCH_") and name not in _KEPT]:
     del os.environ[_name]
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # a hundred interpreters would compile what they import, each its own
+sys.dont_write_bytecode = False
 os.environ["MONARCH_PRELOAD"] = "none"  # else tests that import torch make it slow to start the processes of later ones
 
 # A loaded machine must not fail a property for being slow; the same examples each time where nobody looks at a failure.

@@ -91,8 +91,11 @@ def imports_of(path: str, tree: ast.Module) -> Iterator[Import]:
             for child in node.orelse:
                 yield from walk(child, lazy, typing_only)
         else:
-            inside = lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-            for child in ast.iter_child_nodes(node):
+            inside = lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            statements = (
+                each for each in ast.iter_child_nodes(node) if not isinstance(each, ast.expr | ast.expr_context)
+            )
+            for child in statements:
                 yield from walk(child, inside, typing_only)
 
     yield from walk(tree, False, False)

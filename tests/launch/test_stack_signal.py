@@ -7,13 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 
 import pytest
 
 from monarch.launch import linux, stack_signal
 from monarch.launch.stack_signal import Silence
+from tests.until import until
 
 PROGRAM = """
 import ctypes, re, sys, threading, time
@@ -57,9 +57,7 @@ def always() -> bool:
 
 def wait_until_held(pid: int) -> None:
     """The program has said that it is about to; its main thread then sleeps in the kernel."""
-    deadline_s = time.monotonic() + 10
-    while not any(frame.function == "hold" for stack in stacks_of(pid) for frame in stack.frames):
-        assert time.monotonic() < deadline_s
+    until(lambda: any(frame.function == "hold" for stack in stacks_of(pid) for frame in stack.frames))
 
 
 @pytest.mark.slow
@@ -119,9 +117,7 @@ def test_a_process_without_the_handler_gets_no_signal():
 def test_a_stopped_process_says_so_and_shows_its_stacks_later():
     with program("600") as process:
         process.send_signal(signal.SIGSTOP)
-        deadline_s = time.monotonic() + 10
-        while linux.kernel_state(process.pid) != "T":
-            assert time.monotonic() < deadline_s
+        until(lambda: linux.kernel_state(process.pid) == "T")
         silent = stack_signal.ask({process.pid: always}, 2.0)[process.pid]
         process.send_signal(signal.SIGCONT)
         stacks = stacks_of(process.pid)

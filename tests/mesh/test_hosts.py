@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from monarch.actor import Actor, HostMesh, SupervisionError, attach_to_workers, endpoint, this_host
+from monarch.cli import main
 from monarch.config import configured
 from monarch.core import protocol, settings
 from monarch.core.future import Future
@@ -272,20 +273,23 @@ def test_bad_addresses_are_refused_at_once(
         attach_to_workers(ca=b"PEM", workers=["tcp://127.0.0.1:1"])
 
 
-def _refusal_of_worker(url: str, **env: str) -> str:
-    command = [sys.executable, "-m", "monarch", "worker", "--listen", url]
-    found = subprocess.run(command, env=os.environ | env, capture_output=True, text=True, timeout=30, check=False)
-    assert found.returncode == 1
-    return found.stderr
+def test_a_worker_refuses_the_network_without_a_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refusal(url: str, **env: str) -> str:
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        assert main(["worker", "--listen", url]) == 1
+        for name in env:
+            monkeypatch.delenv(name)
+        return capsys.readouterr().err
 
-
-def test_a_worker_refuses_the_network_without_a_secret(tmp_path: Path) -> None:
-    assert "there is no secret that tells friends from strangers" in _refusal_of_worker("tcp://192.0.2.1:1")
+    assert "there is no secret that tells friends from strangers" in refusal("tcp://192.0.2.1:1")
     open_to_all = "tcp://127.0.0.1:1@tcp://0.0.0.0:1"
-    assert "there is no secret that tells friends from strangers" in _refusal_of_worker(open_to_all)
-    assert "can be guessed" in _refusal_of_worker("tcp://192.0.2.1:1", MONARCH_SECRET="abc")
+    assert "there is no secret that tells friends from strangers" in refusal(open_to_all)
+    assert "can be guessed" in refusal("tcp://192.0.2.1:1", MONARCH_SECRET="abc")
     readable = tmp_path / "secret"
     readable.write_text("s" * 64)
     readable.chmod(0o644)
-    assert "can be read by others" in _refusal_of_worker("tcp://192.0.2.1:1", MONARCH_SECRET_FILE=str(readable))
-    assert "* is no host" in _refusal_of_worker("tcp://*:1")
+    assert "can be read by others" in refusal("tcp://192.0.2.1:1", MONARCH_SECRET_FILE=str(readable))
+    assert "* is no host" in refusal("tcp://*:1")

@@ -26,7 +26,7 @@ MIB = 1 << 20
 WAIT_S = 50  # a virtual machine with one CPU takes its time
 KINDS = [
     pytest.param(("shm", "heap"), id="shm-heap"),
-    pytest.param(("shm", "file"), id="shm-file"),
+    pytest.param(("shm", "file"), id="shm-file", marks=pytest.mark.slow),
     pytest.param(("tcp", "heap"), id="tcp"),
     pytest.param(("ibverbs", "heap"), id="ibverbs", marks=pytest.mark.rdma),
     pytest.param(("ibverbs", "file"), id="ibverbs-file", marks=[pytest.mark.rdma, pytest.mark.slow]),

@@ -29,6 +29,12 @@ class Kind(IntEnum):
     """To the agent of a process: parts are an encoded tuple, the name of the request first."""
     SPAWN = 5
     """To a process: become the actor `dst_actor`. Parts are what the layer above needs for it."""
+    CAST = 6
+    """To the agent of a host: pass it on to many (see `relay`)."""
+    PASSED_ON = 7
+    """From the agent of its host to one of these: the first part says what it is and who sent it."""
+    TAKEN = 8
+    """To who passed a cast on: those below have it."""
 
 
 class Flag:
@@ -63,7 +69,9 @@ MESSAGE_TTL: Final = 64
 class Envelope:
     """One message. `reply_port` is a port of the sender's process, 0 for none; `rank` is the receiver's number in the
     view that was called, and in a reply the number of the one who replies. `chain` are the calls that led to this one
-    (see `core.chain`); empty for what comes from outside of actors, or has no answer that somebody could wait for."""
+    (see `core.chain`); empty for what comes from outside of actors, or has no answer that somebody could wait for.
+    `via` is the process by which it came, where that was not the sender, and by which the answer goes; it does not
+    travel."""
 
     kind: int
     dst_proc: int
@@ -78,6 +86,7 @@ class Envelope:
     reply_port: int = 0
     ttl: int = MESSAGE_TTL
     chain: bytes = b""
+    via: int = 0
 
     @property
     def call(self) -> CallKey:
@@ -101,6 +110,24 @@ class Envelope:
         )
         return [head, *self.parts, chain] if chain else [head, *self.parts]
 
+    def for_member(self, key: int, rank: int, seq: int, parts: list[Buffer]) -> Envelope:
+        """The same message for one of several receivers."""
+        member = Envelope(
+            self.kind,
+            key,
+            self.dst_actor,
+            self.dst_port,
+            self.src_proc,
+            self.src_actor,
+            parts,
+            self.flags,
+            rank,
+            seq,
+            self.reply_port,
+        )
+        member.chain = self.chain
+        return member
+
     def reply(self, parts: list[Buffer], flags: int = 0) -> Envelope:
         """The message that answers this one, to its reply port."""
         return Envelope(
@@ -113,6 +140,7 @@ class Envelope:
             parts,
             flags,
             self.rank,
+            via=self.via,
         )
 
     def bounce(self, parts: list[Buffer]) -> Envelope:
@@ -130,6 +158,7 @@ class Envelope:
             self.rank,
             0,
             self.dst_port,
+            via=self.via,
         )
 
     @property

@@ -40,7 +40,7 @@ from monarch.core.router import DELIVER, Bounce, Deliver, Forward, route
 from monarch.core.ways import Ways
 from monarch.errors import LinkClosed, MonarchError, ProtocolError, TransportError
 from monarch.log import get_logger
-from monarch.transports.base import Frame, Link, Listener, Missing, Transport
+from monarch.transports.base import Buffer, Frame, Link, Listener, Missing, Transport
 
 log = get_logger("monarch.gateway")
 
@@ -68,8 +68,8 @@ def _ignore(*, silent: bool, reason: str = "") -> None:
 
 
 class Gateway:
-    """See the module. `deliver` takes the messages for this process, `bounce` those that cannot go on, `on_gone` hears
-    of peers that are gone; for `locate` see `Dialer`."""
+    """See the module. `deliver` takes the messages for this process, `forward` sends those for others on, `bounce`
+    takes those that cannot go on, `on_gone` hears of peers that are gone; for `locate` see `Dialer`."""
 
     def __init__(
         self,
@@ -79,6 +79,7 @@ class Gateway:
         driver: Driver,
         *,
         deliver: Callable[[Envelope], None],
+        forward: Callable[[Envelope], Down | None],
         bounce: Callable[[Envelope, Down], None],
         on_gone: Callable[[Peer, Down], None],
         locate: Callable[[ProcId, Callable[[str | Down], None]], None],
@@ -92,14 +93,14 @@ class Gateway:
         self.peers: dict[int, Peer] = {}
         self._gone: deque[int] = deque()  # keys of the last peers that are GONE; older ones are forgotten
         self._secret = secret
-        self._deliver, self._bounce, self._on_gone = deliver, bounce, on_gone
+        self._deliver, self._forward, self._bounce, self._on_gone = deliver, forward, bounce, on_gone
         self.on_lost_child: Callable[[int], None] = lambda key: None  # the link to a process that we keep broke
         self.is_steady = False  # set by who knows that no code of users runs here
         self.ways = Ways(transport)
         self._listeners: dict[Place, Listener] = {}
         self._elsewhere: list[Place] = []
         self._lock = threading.Lock()
-        self._closed = False
+        self.is_closed = False
         self._poller = Poller()
         self._links: dict[Link, int] = {}  # every link that was registered and not dropped yet, and its descriptor
         self._newcomers: dict[Link, Refused] = {}  # those whose hello is awaited, and who hears of a refusal
@@ -168,7 +169,7 @@ class Gateway:
     def close(self, timeout_s: float = 2.0) -> None:
         """Wait until peers have what was sent to them, say goodbye, and end. Blocks up to `timeout_s`; with 0 the
         process ends without a word, as if it had been killed."""
-        if self._closed:
+        if self.is_closed:
             return
         deadline_s = time.monotonic() + timeout_s
         signal = Signal()
@@ -192,7 +193,7 @@ class Gateway:
             signal.clear()
             self.call_later(0.001, signal.notify)
             self.driver.wait(signal, deadline_s - time.monotonic())
-        self._closed = True
+        self.is_closed = True
         self._dialer.close()
         self.driver.stop()
         for listener in self._listeners.values():
@@ -266,9 +267,9 @@ class Gateway:
         Returns:
             None, or why it cannot be delivered: the peer is gone, or unknown.
         """
-        key = envelope.dst_proc
+        key = envelope.via or envelope.dst_proc
         peer = self.peers.get(key)
-        if self._closed:
+        if self.is_closed:
             return Down("stopped", f"process {self.proc.uid}, which sends this, has closed its links")
         if peer is None:
             if proc is None or self._keeps(proc):
@@ -283,6 +284,11 @@ class Gateway:
             self.wait_for_room((key,))
         return None
 
+    def send_together(self, peer: Peer, frames: Sequence[list[Buffer]]) -> None:
+        """Several messages for one process, as its link would carry them."""
+        if peer.send_together(frames) is None and peer.state is State.NEW and peer.dialing is None:
+            self.connect(peer.proc)
+
     def wait_for_room(self, keys: Iterable[int]) -> None:
         """Block while the buffer of any of these peers is full. Never from the pump."""
         for key in keys:
@@ -290,7 +296,7 @@ class Gateway:
             # What waits is a part of what is not acknowledged, and that is quick to tell.
             if peer is not None and peer.session.unacked_bytes > peer.send_buffer_bytes and peer.is_full:
                 signal = Signal()
-                while not self._closed and peer.wants_room(signal):
+                while not self.is_closed and peer.wants_room(signal):
                     self.driver.wait(signal, 1.0)
                     signal.clear()
 
@@ -367,7 +373,7 @@ class Gateway:
             envelope.ttl -= 1
             lacking = Missing in map(type, envelope.parts)
             text = f"process {self.proc.uid}, which relays it, has no memory for the message"
-            down = Down("failed", text) if lacking else self.send(envelope)
+            down = Down("failed", text) if lacking else self._forward(envelope)
             if down is not None:
                 self._bounce(envelope, down)
         elif isinstance(step, Bounce):
@@ -537,16 +543,17 @@ class Gateway:
         if old is not None:
             self._drop(old)
         log.debug("link.up", peer=str(peer.proc.uid), via=link.peer)
-        if peer.steady and self._is_elsewhere(peer):
+        if peer.steady and self.is_elsewhere(peer.proc):
             self._heartbeats.watch(peer)
         for notify in waiting:
             notify()
         return True
 
-    def _is_elsewhere(self, peer: Peer) -> bool:
-        """Whether it is reached over the network, where the kernel does not tell who is gone."""
-        place = self.ways.find(peer.address)
-        return place is not None and place.domain == EVERYWHERE
+    def is_elsewhere(self, proc: ProcId) -> bool | None:
+        """Whether it is reached over the network, where the kernel does not tell who is gone; None: not known yet."""
+        peer = self.peers.get(proc.key)
+        place = self.ways.find(proc.address if peer is None else peer.address, proc.address)
+        return None if place is None else place.domain == EVERYWHERE
 
     def _lost(self, peer: Peer, link: Link, error: Exception) -> None:
         """A peer's link ended. Find out whether the peer did, too."""
@@ -558,7 +565,7 @@ class Gateway:
         if not current:
             return  # another has taken its place
         log.debug("link.lost", peer=str(peer.proc.uid), error=str(error))
-        if peer.down is not None or self._closed:
+        if peer.down is not None or self.is_closed:
             return
         if peer.ended is not None:
             self.declare_gone(peer.proc, peer.ended)

@@ -177,6 +177,11 @@ class Instance(Sender):
         """Have the actor's thread do something; False when it has ended."""
         return self.mailbox.control(action)
 
+    def request_stop_behind(self, message: Envelope, down: Down) -> None:
+        """As `request_stop`, once all that the sender of `message` had sent to this actor before has come."""
+        sender = message.src_proc, message.src_actor
+        self.mailbox.when_at(sender, message.seq, lambda: self.request_stop(down))
+
     def request_stop(self, down: Down) -> None:
         """Refuse new calls, serve those that are queued, then end."""
         self.mailbox.close(down)

@@ -18,7 +18,7 @@ from monarch.core.monitor import Down
 class Mailbox:
     """`put` may be called from any thread, `take` from the actor's. After `close`, nothing more goes in."""
 
-    __slots__ = ("_calls", "_control", "_expected", "_lock", "_sealed", "_waiting", "closed", "signal")
+    __slots__ = ("_behind", "_calls", "_control", "_expected", "_lock", "_sealed", "_waiting", "closed", "signal")
 
     def __init__(self, signal: Signal) -> None:
         self.signal = signal
@@ -30,6 +30,7 @@ class Mailbox:
         self._sealed = False
         self._expected: dict[tuple[int, int], int] = {}
         self._waiting: dict[tuple[int, int], dict[int, Envelope]] = {}
+        self._behind: list[tuple[tuple[int, int], int, Callable[[], None]]] = []
 
     def put(self, envelope: Envelope) -> Down | None:
         """Queue a call; returns why it is refused, if it is."""
@@ -58,7 +59,22 @@ class Mailbox:
             else:
                 self._calls.append(envelope)
         self.signal.notify()
+        if self._behind:
+            self._run_due()
         return None
+
+    def when_at(self, sender: tuple[int, int], seq: int, action: Callable[[], None]) -> None:
+        """Run `action` once the messages of a sender (process, actor) before that number are here."""
+        with self._lock:
+            self._behind.append((sender, seq, action))
+        self._run_due()
+
+    def _run_due(self) -> None:
+        with self._lock:
+            due = [each for each in self._behind if self.closed or self._expected.get(each[0], 0) >= each[1]]
+            self._behind = [each for each in self._behind if each not in due]
+        for _, _, action in due:
+            action()
 
     def control(self, action: Callable[[], None]) -> bool:
         """Queue something that the runtime does on the actor's thread, before calls. False once that is over."""
@@ -128,6 +144,10 @@ class Mailbox:
             for known in (self._expected, self._waiting):
                 for sender in [s for s in known if s[0] == proc_key]:
                     del known[sender]
+            self._behind = [
+                (sender, 0 if sender[0] == proc_key else seq, action) for sender, seq, action in self._behind
+            ]
+        self._run_due()
 
     def __len__(self) -> int:
         """How many calls can be taken now."""

@@ -24,6 +24,7 @@ from monarch.core.ids import ActorId, ProcId
 from monarch.core.instance import Instance, Sender
 from monarch.core.monitor import Down, Monitors
 from monarch.core.peer import Peer, State
+from monarch.core.relay import Relay
 from monarch.log import get_logger
 from monarch.transports import memory
 from monarch.transports.base import Buffer, Transport
@@ -83,6 +84,7 @@ class Proc:
             "watch": self._on_watch,
             "join": self._on_join,
             "open": self._on_open,
+            "proc_gone": lambda envelope, proc, down: self.gateway.process_ended(proc, down),
         }
         self.openings: list[tuple[str, bytes]] = []
         self._opened: list[tuple[str, bytes]] = []
@@ -97,12 +99,14 @@ class Proc:
         self._numbers = itertools.count(16)
         self._unborn: dict[int, list[Envelope]] = {}
         self._lock = threading.Lock()
+        self.relay = Relay(self)
         self.gateway = Gateway(
             proc_id,
             transport,
             secret,
             self.driver,
             deliver=self.deliver,
+            forward=self.relay.forward,
             bounce=self.bounce,
             on_gone=self._on_gone,
             locate=self._locate,
@@ -148,6 +152,8 @@ class Proc:
         if envelope.dst_proc == self.key:
             self.deliver(envelope)
             return
+        if envelope.via:
+            self.relay.choose_way(envelope)
         down = self.gateway.send(envelope, proc, may_wait=may_wait)
         if down is not None:
             self.bounce(envelope, down)
@@ -157,6 +163,8 @@ class Proc:
         if envelope.kind == Kind.BOUNCE:
             log.debug("bounce.dropped", reason=down.reason)
             return
+        if envelope.kind in (Kind.CAST, Kind.TAKEN):
+            return  # whoever cast hears of the end of that agent itself
         if envelope.src_proc == self.key:
             self._bounced(envelope, down)
         else:
@@ -210,6 +218,8 @@ class Proc:
             self._handle("spawn", envelope)
         elif kind == Kind.BOUNCE:
             self._bounced(envelope, codec.decode(envelope.parts))
+        elif kind in (Kind.CAST, Kind.PASSED_ON, Kind.TAKEN):
+            self.relay.deliver(envelope)
 
     def _deliver_call(self, envelope: Envelope) -> None:
         actor = self.actors.get(envelope.dst_actor)
@@ -347,6 +357,7 @@ class Proc:
             actor.forget(key)
             if isinstance(actor, Instance):
                 actor.mailbox.forget_sender(key)
+        self.relay.proc_gone(peer, down)
         for hook in list(self.on_proc_gone):
             try:
                 hook(key, down)

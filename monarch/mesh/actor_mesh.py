@@ -14,12 +14,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from monarch.core import codec
+from monarch.core.cast import Branch
 from monarch.core.envelope import Envelope, Flag, Kind
 from monarch.core.future import Future
 from monarch.core.held import Held, on_main_thread
 from monarch.core.ids import ProcId
 from monarch.errors import MonarchError, SupervisionError
 from monarch.mesh.actor import ActorClass, MeshMethod, class_of
+from monarch.mesh.casting import Ways, ways
 from monarch.mesh.context import context
 from monarch.mesh.dispatch import READY
 from monarch.mesh.endpoint import Endpoint, PlainMethod, describe_call
@@ -30,6 +32,7 @@ from monarch.supervision.failure import Member
 
 if TYPE_CHECKING:
     from monarch.mesh.context import Spawner
+    from monarch.mesh.mesh_proc import MeshProc
     from monarch.mesh.ownership import OwnedActors
 
 A = TypeVar("A")
@@ -37,7 +40,19 @@ _OWN_NAMES = frozenset(
     ["slice", "split", "flatten", "rename", "size", "sizes", "extent", "region", "stop", "initialized"]
 )
 
-_FIELDS = ("_class_name", "_cls", "_known", "_name", "_number", "_owned", "_procs", "_region", "_targets", "_whole")
+_FIELDS = (
+    "_class_name",
+    "_cls",
+    "_known",
+    "_name",
+    "_number",
+    "_owned",
+    "_procs",
+    "_region",
+    "_targets",
+    "_ways",
+    "_whole",
+)
 _FIELDS_OF_SUPERVISED = ("_path", "_seen_in", "_wait_s")
 RESERVED = frozenset([*_FIELDS, *_FIELDS_OF_SUPERVISED, READY])
 """Attributes of meshes that an endpoint cannot have the name of."""
@@ -65,6 +80,7 @@ class ActorMesh(MeshView, Generic[A]):
         self._cls = cls  # the class, or what it is pickled as
         self._known: ActorClass | None = None
         self._targets: list[tuple[int, ProcId]] = [(proc.key, proc) for proc in procs]
+        self._ways: tuple[int, Ways] | None = None  # of the process that cast last
         if not isinstance(cls, bytes):
             self._install(class_of(cls))
 
@@ -174,29 +190,52 @@ class ActorMesh(MeshView, Generic[A]):
     ) -> None:
         """Send a CALL to every member, or `only` to the one at that position. The sender's order per member is given
         here, before anything is sent. `chain`: the calls that it comes from (`core.chain`)."""
-        targets = self._targets if only is None else self._targets[only : only + 1]
-        first = only or 0
+        runtime = sender.proc_runtime
+        if only is None:
+            found = self._found_ways(runtime)
+            ranks: Sequence[int] = found.direct
+            branches: Sequence[Branch] = found.branches
+        else:
+            ranks, branches = (only,), ()
         if on_main_thread():
             # An exception from a signal's handler between a number and its message would leave a hole in the order.
             with Held():
-                self._send_all(sender, parts, reply_port, targets, first, chain)
+                self._send_all(sender, parts, reply_port, ranks, branches, chain)
         else:
-            self._send_all(sender, parts, reply_port, targets, first, chain)
+            self._send_all(sender, parts, reply_port, ranks, branches, chain)
         if may_wait:
-            sender.proc_runtime.wait_for_room([key for key, _ in targets])
+            runtime.wait_for_room([self._targets[rank][0] for rank in ranks])
+            if branches:
+                runtime.relay.wait_for_room(branches)
+
+    def _found_ways(self, runtime: MeshProc) -> Ways:
+        """How a cast from that process reaches the members."""
+        known = self._ways
+        if known is not None and known[0] == runtime.key:
+            return known[1]
+        found = ways(runtime, self._targets)
+        if found.lasting:
+            self._ways = runtime.key, found
+        return found
 
     def _send_all(
         self,
         sender: Spawner,
         parts: list[Any],
         reply_port: int,
-        targets: Sequence[tuple[int, ProcId]],
-        first: int,
+        ranks: Sequence[int],
+        branches: Sequence[Branch],
         chain: bytes,
     ) -> None:
         runtime = sender.proc_runtime
-        own, source, number = runtime.key, sender.actor_id.number, self._number
-        for rank, (key, proc) in enumerate(targets, first):
+        own, source, number, targets = runtime.key, sender.actor_id.number, self._number, self._targets
+        if branches:
+            call = Envelope(Kind.CALL, 0, number, 0, own, source, parts, Flag.SEQUENCED, reply_port=reply_port)
+            call.chain = chain
+            passed_on = (rank for branch in branches for host in branch.hosts() for rank in host.ranks)
+            runtime.relay.cast(call, branches, {rank: sender.next_seq(targets[rank][0], number) for rank in passed_on})
+        for rank in ranks:
+            key, proc = targets[rank]
             each = parts
             if key == own and len(targets) > 1:
                 # A member in this process would write to the very memory that is still on its way to the others.

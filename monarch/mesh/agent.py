@@ -178,7 +178,7 @@ class ProcAgent:
         for spawn in waiting:
             self._make(spawn, down)
         if isinstance(actor, Instance):
-            actor.request_stop(down)
+            actor.request_stop_behind(envelope, down)
         elif not waiting and runtime.monitors.gone((runtime.key, number)) is None:
             runtime.never_born(number, down)  # its SPAWN has not come through here
 

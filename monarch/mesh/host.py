@@ -303,9 +303,14 @@ class HostAgent:
             down = Down(kind, text, exit.pid or 0, socket.gethostname(), exit.code, exit.signal)
         launched.down = down
         runtime = self._runtime
-        if launched.owner.proc.key != runtime.key:
-            runtime.tell(launched.owner.proc, "proc_gone", proc, down)
-        runtime.gateway.process_ended(proc, down, lambda: self._forget(proc.key))
+
+        def read() -> None:
+            """What it sent last may have come through here, and comes before the news of its end."""
+            if launched.owner.proc.key != runtime.key:
+                runtime.tell(launched.owner.proc, "proc_gone", proc, down)
+            self._forget(proc.key)
+
+        runtime.gateway.process_ended(proc, down, read)
 
     def _on_lost(self, key: int) -> None:
         """The link to a process broke, which may still run. Twice, for its connections do not close all at once."""

@@ -10,12 +10,13 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from monarch.core import settings
-from monarch.core.envelope import Envelope
+from monarch.core import codec, settings
+from monarch.core.envelope import Envelope, Flag, Kind
 from monarch.core.future import Future
 from monarch.core.ids import ProcId
 from monarch.core.monitor import Down
-from monarch.core.proc import Proc
+from monarch.core.proc import PROC_AGENT, Proc
+from monarch.mesh.casting import send_to_all
 from monarch.supervision.failure import Member, MeshFailure
 
 if TYPE_CHECKING:
@@ -102,8 +103,13 @@ class OwnedActors:
             left = [proc for rank, proc in enumerate(self.procs) if rank not in self.downs]
         if first:
             runtime = self.owner.proc_runtime
-            for proc in left:
-                runtime.tell(proc, "stop_actor", self.number, reason)
+            source = self.owner.actor_id.number
+            parts = codec.encode(("stop_actor", self.number, reason))
+            stop = Envelope(Kind.SYSTEM, 0, PROC_AGENT, 0, runtime.key, source, parts, Flag.SILENT)
+            targets = [(proc.key, proc) for proc in left]
+            # Numbered as the owner's messages to these actors are: those before it are served.
+            seqs = {at: self.owner.next_seq(key, self.number) for at, (key, _) in enumerate(targets)}
+            send_to_all(runtime, stop, targets, seqs)
             limit_s = settings.get("stop_actor_timeout")
             runtime.gateway.call_later(limit_s, lambda: self._give_up(limit_s))
         return self._stopped
@@ -152,11 +158,18 @@ class OwnedProcs:
         if self.stopping is None:
             self.stopping = reason
         runtime = self.owner.proc_runtime
-        asked = [
-            runtime.request(host, "stop_procs", [p.key for p in procs], reason, grace_s)
-            for host, procs in self.hosts.items()
-        ]
-        return joined(runtime, asked, self._forget)
+        result: Future[None] = Future._pending(runtime.driver, lambda: f"the stop of {self.name!r}")
+
+        def ask() -> None:
+            asked = [
+                runtime.request(host, "stop_procs", [p.key for p in procs], reason, grace_s)
+                for host, procs in self.hosts.items()
+            ]
+            stopped = joined(runtime, asked, self._forget)
+            stopped._on_done(lambda: result._complete(lambda: stopped.get(0)))
+
+        runtime.relay.when_taken(ask)
+        return result
 
     def _forget(self) -> None:
         self.owner.owned.pop(self.number, None)
@@ -204,7 +217,6 @@ class Books:
         self.owners: dict[int, Spawner] = {}
         runtime.handlers["member_down"] = self._on_member_down
         runtime.on_proc_gone.append(self._on_proc_gone)
-        runtime.handlers["proc_gone"] = lambda envelope, proc, down: runtime.gateway.process_ended(proc, down)
 
         self._runtime = runtime
 

@@ -91,6 +91,7 @@ class Port(Generic[T]):
         if not self.return_undeliverable:
             flags |= Flag.SILENT
         runtime = owner.proc_runtime
+        runtime.relay.speaks_to(actor.proc.key)
         runtime.send(
             Envelope(
                 Kind.PORT,

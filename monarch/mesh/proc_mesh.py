@@ -16,6 +16,7 @@ from monarch.errors import ActorError, SupervisionError
 from monarch.mesh.actor import Actor, class_of
 from monarch.mesh.actor_mesh import RESERVED, ActorMesh, describe_member
 from monarch.mesh.agent import SpawnInfo
+from monarch.mesh.casting import send_to_all
 from monarch.mesh.context import context
 from monarch.mesh.ownership import OwnedActors, OwnedProcs, joined
 from monarch.mesh.shape import Region
@@ -140,10 +141,10 @@ class ProcMesh(MeshView):
         owner.owned[number] = books.meshes[number] = owned
         books.owners.setdefault(owner.actor_id.number, owner)
         source = owner.actor_id.number
+        # Silent when it comes back: the end of a process is told by its monitors.
+        spawn = Envelope(Kind.SPAWN, 0, number, 0, runtime.key, source, parts, Flag.SILENT)
+        send_to_all(runtime, spawn, [(proc.key, proc) for proc in self._procs])
         for rank, proc in enumerate(self._procs):
-            # Silent when it comes back: the end of a process is told by its monitors.
-            spawn = Envelope(Kind.SPAWN, proc.key, number, 0, runtime.key, source, list(parts), Flag.SILENT, rank)
-            runtime.send(spawn, proc)
             down = runtime.monitors.gone((proc.key, 0))
             if down is not None:
                 # It was gone before this mesh could hear of it; who owns the process has heard already.

@@ -189,3 +189,27 @@ def test_the_number_of_one_that_is_withdrawn_too_early_still_counts() -> None:
     mailbox.put(calls[0])
 
     assert _take_all(mailbox) == [calls[0], calls[2]] and mailbox.drain() == []
+
+
+def test_what_is_to_come_behind_the_messages_of_a_sender_waits_for_them() -> None:
+    mailbox = Mailbox(Signal())
+    done: list[str] = []
+    mailbox.when_at((5, 1), 0, lambda: done.append("at once"))
+    mailbox.when_at((5, 1), 2, lambda: done.append("behind two"))
+    mailbox.put(_message(1, 1))
+    mailbox.put(_message(2, 0))
+    assert done == ["at once"]
+    mailbox.put(_message(1, 0))
+    assert done == ["at once", "behind two"]
+
+
+def test_what_is_to_come_behind_a_sender_does_not_wait_for_one_that_is_gone() -> None:
+    mailbox = Mailbox(Signal())
+    done: list[int] = []
+    mailbox.when_at((5, 1), 2, lambda: done.append(5))
+    mailbox.when_at((6, 1), 2, lambda: done.append(6))
+    mailbox.forget_sender(5)
+    assert done == [5]
+    mailbox.close(_DOWN)
+    mailbox.when_at((7, 1), 9, lambda: done.append(7))
+    assert done == [5, 6, 7]

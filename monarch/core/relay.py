@@ -1,0 +1,456 @@
+"""Casts on their way: by the agents of hosts to many processes, and the answers back, several at a time.
+
+Theory of operation. Whoever casts sends a CAST to the agent of each branch of the tree (`cast`). An agent sends the
+branches below on to theirs, and the message to the processes of its host, as PASSED_ON, which a process takes as the
+CALL, SPAWN or SYSTEM message that it is. Nobody unpickles anything that is the user's on the way.
+
+- *Order.* A message has its sender's number for that receiver from the beginning, and mailboxes restore the order
+  whatever way each took. So a message may also be sent twice: the second is dropped.
+- *Answers* go by the agent of the host, which holds them back until those to the same port from its other processes
+  have come, at most as long as they took themselves, and no longer than `_LINGER_MOST_S`; then they travel together.
+  Large ones, and those of a process that has sent values to ports there, go directly.
+- *TAKEN.* An agent tells who passed a cast on to it once all below have it: the agents below have said so, and no
+  process of its own has more waiting than its buffer should hold. Who cast keeps the message until then, and so knows
+  how much is under way (`wait_for_room`).
+- *Death.* An agent that cannot pass a cast on says so with TAKEN, and who cast sends it to all hosts of that branch
+  itself, as it does with what was below an agent that is gone before it said TAKEN. With an agent the processes of its
+  host are gone, and no others. An agent tells of the end of a process whoever has cast to it.
+
+All but `cast` and `wait_for_room` run on the driving thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from struct import Struct
+from typing import TYPE_CHECKING, Final
+
+from attrs import define, field
+
+from monarch.core.cast import Branch, Order, body_of
+from monarch.core.driver import Signal
+from monarch.core.envelope import Envelope, Flag, Kind
+from monarch.core.ids import ProcId
+from monarch.core.monitor import Down
+from monarch.core.peer import Peer
+from monarch.core.tensors import OUT_OF_BAND_BYTES
+from monarch.transports import memory
+from monarch.transports.base import Buffer, Missing
+
+if TYPE_CHECKING:
+    from monarch.core.proc import Proc
+
+ALONE_BYTES: Final = 1 << 16
+"""A larger answer goes directly: there is nothing to gain by waiting for others, and its sender shall feel it when the
+receiver is slow."""
+
+_LINGER_LEAST_S: Final = 0.001
+_LINGER_MOST_S: Final = 0.010
+_GATHERED_MOST: Final = 1024
+_TAKEN_S: Final = 0.1  # after so long TAKEN travels alone
+_TAKEN_BYTES: Final = 1 << 16  # of a cast for which it travels at once
+_AWAITED_MOST: Final = 4096
+_TAKEN: Final = Struct("<QQI")  # who cast, number of the cast, how many could not be reached; then their keys
+_KEY: Final = Struct("<Q")
+
+
+@define(eq=False)
+class _Sent:
+    """A cast of this process, until all have it."""
+
+    number: int
+    message: Envelope
+    seqs: Mapping[int, int]
+    size_bytes: int
+    is_deep: bool
+    branches: dict[int, Branch] = field(factory=dict)  # by the key of the agent that has not said TAKEN
+
+
+@define(eq=False)
+class _Passed:
+    """A cast that this process has passed on, until those below have it."""
+
+    parent: int
+    origin: int
+    number: int
+    at_once: bool  # TAKEN is not to wait for company
+    waiting: set[int] = field(factory=set)
+    lost: list[int] = field(factory=list)
+
+
+@define(eq=False)
+class _Awaited:
+    """Answers to a port that are expected to come through here."""
+
+    since_s: float
+    left: int = 0
+
+
+@define(eq=False)
+class _Then:
+    """Notified as a `Signal`."""
+
+    notify: Callable[[], None]
+
+
+class Relay:
+    """See the module; the part of `proc` that has to do with casts."""
+
+    def __init__(self, proc: Proc) -> None:
+        self._proc = proc
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._sent: dict[int, _Sent] = {}
+        self._load: dict[int, int] = {}  # bytes on their way, by the key of the agent that they go by first
+        self._waiting: list[Signal] = []
+        self._when_taken: list[tuple[set[int], Callable[[], None]]] = []
+        self._passed: dict[tuple[int, int], _Passed] = {}
+        self._owed: dict[int, list[bytes]] = {}  # TAKEN that is to be told, by whom
+        self._awaited: dict[tuple[int, int], _Awaited] = {}  # by process and port
+        self._gathered: dict[Peer, list[list[Buffer]]] = {}
+        self._callers: dict[int, set[int]] = {}  # by process of this host: those who have cast to it
+        self._origins: dict[bytes, ProcId] = {}
+        self._title: tuple[ProcId, bytes] | None = None
+        self._spoken_to: set[int] = set()
+
+    # ---- who casts
+
+    def cast(self, message: Envelope, branches: Sequence[Branch], seqs: Mapping[int, int]) -> None:
+        """Send `message`, which names no process, to all members of `branches`. What cannot be delivered comes back as
+        bounces, one for each member.
+
+        Args:
+            seqs: rank -> this sender's number of the message for that member; empty for one that is not numbered.
+        """
+        sent = _Sent(
+            next(self._numbers), message, seqs, sum(map(len, message.parts)), any(each.below for each in branches)
+        )
+        with self._lock:
+            self._sent[sent.number] = sent
+        self._send_to(sent, branches)
+
+    def _send_to(self, sent: _Sent, branches: Sequence[Branch]) -> None:
+        with self._lock:
+            for branch in branches:
+                key = branch.host.key
+                sent.branches[key] = branch
+                self._load[key] = self._load.get(key, 0) + sent.size_bytes
+        for branch in branches:
+            self._send(sent, branch)
+
+    def _send(self, sent: _Sent, branch: Branch) -> None:
+        message, key = sent.message, branch.host.key
+        parts = [self._titled(message.kind), body_of(branch, self._proc.key, sent.seqs), *message.parts]
+        down = self._proc.gateway.send(_cast_of(message, key, parts, sent.number), branch.host)
+        if down is not None:
+            self._lost(sent, key, down)
+
+    def _titled(self, kind: int) -> bytes:
+        """The first part of a message that is passed on: what it is, and who sent it."""
+        proc = self._proc.proc_id
+        if self._title is None or self._title[0] is not proc:
+            self._title = proc, str(proc).encode()
+        return bytes((kind,)) + self._title[1]
+
+    def _over(self, sent: _Sent, key: int) -> Branch | None:
+        """A branch of a cast that nothing more is to be heard of; None when that was known."""
+        with self._lock:
+            branch = sent.branches.pop(key, None)
+            if branch is None:
+                return None
+            self._load[key] -= sent.size_bytes
+            if not self._load[key]:
+                del self._load[key]
+            waiting, self._waiting = self._waiting, []
+        for signal in waiting:
+            signal.notify()
+        return branch
+
+    def _settle(self, sent: _Sent) -> None:
+        if sent.branches:
+            return
+        with self._lock:
+            self._sent.pop(sent.number, None)
+            for numbers, _ in self._when_taken:
+                numbers.discard(sent.number)
+            due = [then for numbers, then in self._when_taken if not numbers]
+            self._when_taken = [each for each in self._when_taken if each[0]]
+        for then in due:
+            then()
+
+    def _lost(self, sent: _Sent, key: int, down: Down) -> None:
+        """An agent is gone, and its processes with it; those below are reached without it."""
+        branch = self._over(sent, key)
+        if branch is None:
+            return
+        message = sent.message
+        for member, rank in zip(branch.keys, branch.ranks, strict=True):
+            lost = message.for_member(member, rank, 0, [])
+            lost.flags |= Flag.UNSURE
+            self._proc.bounce(lost, down)
+        self._send_again(sent, branch.below)
+        self._settle(sent)
+
+    def _send_again(self, sent: _Sent, branches: Iterable[Branch]) -> None:
+        self._send_to(sent, [host for branch in branches for host in branch.hosts()])
+
+    def wait_for_room(self, branches: Sequence[Branch]) -> None:
+        """Block while more is on its way by one of these agents than the buffer of a peer should hold."""
+        proc = self._proc
+        limit_bytes = proc.gateway.limits.send_buffer_bytes
+        for branch in branches:
+            key = branch.host.key
+            proc.wait_for_room((key,))
+            while self._load.get(key, 0) > limit_bytes:
+                signal = Signal()
+                with self._lock:
+                    self._waiting.append(signal)
+                if self._load.get(key, 0) > limit_bytes and not proc.gateway.is_closed:
+                    proc.driver.wait(signal, 1.0)
+
+    def when_taken(self, then: Callable[[], None]) -> None:
+        """Call `then` once the hosts of all casts so far have them, where several lie between; at once if they do. What
+        is sent to an agent then is behind them."""
+        with self._lock:
+            numbers = {sent.number for sent in self._sent.values() if sent.is_deep}
+            if numbers:
+                self._when_taken.append((numbers, then))
+                return
+        then()
+
+    def _on_taken(self, envelope: Envelope) -> None:
+        said = bytes(envelope.parts[0])
+        at = 0
+        while at < len(said):
+            origin, number, count = _TAKEN.unpack_from(said, at)
+            at += _TAKEN.size
+            lost = [key for (key,) in _KEY.iter_unpack(said[at : at + 8 * count])]
+            at += 8 * count
+            if origin == self._proc.key:
+                self._taken(number, envelope.src_proc, lost)
+            elif (passed := self._passed.get((origin, number))) is not None:
+                self._reached(passed, envelope.src_proc, lost)
+
+    def _taken(self, number: int, agent: int, lost: list[int]) -> None:
+        sent = self._sent.get(number)
+        branch = self._over(sent, agent) if sent is not None else None
+        if sent is None or branch is None:
+            return
+        self._send_again(sent, _found(branch, lost))
+        self._settle(sent)
+
+    # ---- who passes it on
+
+    def _on_cast(self, envelope: Envelope) -> None:
+        title, body, *parts = envelope.parts
+        order = Order.read(bytes(body))
+        origin = self._origin(bytes(title))
+        passed = _Passed(order.parent, origin.key, envelope.seq, order.parent != origin.key)
+        if Missing in map(type, parts):
+            self._refuse(envelope, title, order)
+            passed.lost += [host.key for host, _ in order.below]
+        else:
+            if order.parent != origin.key and not all(key in self._proc.gateway.peers for key, _, _ in order.members):
+                # Its launch has not come here yet: what comes from whoever casts itself, comes behind that.
+                passed.lost.append(self._proc.key)
+                order.members.clear()
+            self._pass_on(envelope, title, parts, order, passed)
+        if passed.waiting:
+            self._passed[origin.key, envelope.seq] = passed
+        else:
+            self._owe(passed)
+
+    def _pass_on(self, envelope: Envelope, title: Buffer, parts: list[Buffer], order: Order, passed: _Passed) -> None:
+        gateway = self._proc.gateway
+        size_bytes = sum(map(len, parts))
+        passed.at_once = passed.at_once or size_bytes >= _TAKEN_BYTES
+        for host, body in order.below:
+            cast = _cast_of(envelope, host.key, [title, body, *parts], envelope.seq)
+            if gateway.send(cast, host) is None:
+                passed.waiting.add(host.key)
+            else:
+                passed.lost.append(host.key)
+        if envelope.reply_port and order.members:
+            self._await(envelope, len(order.members))
+        shared = self._shared(parts, [key for key, _, _ in order.members])
+        for key, seq, rank in order.members:
+            message = envelope.for_member(key, rank, seq, [title, *shared])
+            message.kind = Kind.PASSED_ON
+            self._callers.setdefault(key, set()).add(envelope.src_proc)
+            down = gateway.send(message)
+            if down is not None:
+                self._proc.bounce(message, down)
+                continue
+            peer = gateway.peers[key]
+            if peer.is_full and peer.wants_room(_Then(lambda key=key: self._reached(passed, key, []))):  # type: ignore[arg-type, misc]
+                passed.waiting.add(key)
+
+    def _refuse(self, envelope: Envelope, title: Buffer, order: Order) -> None:
+        """There is no memory for the message. Its number still counts."""
+        text = f"process {self._proc.proc_id.uid}, which relays it, has no memory for the message"
+        for key, seq, rank in order.members:
+            self._proc.bounce(envelope.for_member(key, rank, seq, []), Down("failed", text))
+            if envelope.flags & Flag.SEQUENCED:
+                hole = envelope.for_member(key, rank, seq, [title])
+                hole.kind, hole.reply_port = Kind.PASSED_ON, 0
+                hole.flags |= Flag.SKIP | Flag.SILENT
+                self._proc.gateway.send(hole)
+
+    def _shared(self, parts: list[Buffer], keys: list[int]) -> list[Buffer]:
+        """Large parts, once for all processes of this host where memory can be shared with them."""
+        if len(keys) < 2 or max(map(len, parts), default=0) < OUT_OF_BAND_BYTES:
+            return parts
+        allocate = self._proc.memory_for(keys)
+        if allocate is None:
+            return parts
+        shared: list[Buffer] = []
+        for part in parts:
+            if len(part) >= OUT_OF_BAND_BYTES:
+                room = allocate(len(part))
+                memory.copy(room, memoryview(part))
+                shared.append(room)
+            else:
+                shared.append(part)
+        return shared
+
+    def _reached(self, passed: _Passed, key: int, lost: list[int]) -> None:
+        """One below has it, but for the hosts in `lost`."""
+        if key not in passed.waiting:
+            return
+        passed.waiting.discard(key)
+        passed.lost += lost
+        if not passed.waiting and self._passed.pop((passed.origin, passed.number), None) is not None:
+            self._owe(passed)
+
+    def _owe(self, passed: _Passed) -> None:
+        owed = self._owed.setdefault(passed.parent, [])
+        owed.append(_TAKEN.pack(passed.origin, passed.number, len(passed.lost)) + b"".join(map(_KEY.pack, passed.lost)))
+        if passed.at_once or passed.lost:
+            self._tell_taken(passed.parent)
+        elif len(owed) == 1:
+            self._proc.gateway.call_later(_TAKEN_S, lambda: self._tell_taken(passed.parent))
+
+    def _tell_taken(self, parent: int) -> None:
+        if parent in self._owed:
+            self._proc.gateway.send(self._taken_of(parent))
+
+    def _taken_of(self, parent: int) -> Envelope:
+        said = b"".join(self._owed.pop(parent))
+        return Envelope(Kind.TAKEN, parent, 0, 0, self._proc.key, 0, [said], Flag.SILENT)
+
+    # ---- answers
+
+    def _await(self, envelope: Envelope, count: int) -> None:
+        port = envelope.src_proc, envelope.reply_port
+        awaited = self._awaited.get(port)
+        if awaited is None:
+            if len(self._awaited) >= _AWAITED_MOST:  # those of answers that went directly, say
+                del self._awaited[next(iter(self._awaited))]
+            awaited = self._awaited[port] = _Awaited(time.monotonic())
+        awaited.left += count
+
+    def forward(self, envelope: Envelope) -> Down | None:
+        """Send on what is not for this process; answers to a cast together with others."""
+        gateway = self._proc.gateway
+        port = envelope.dst_proc, envelope.dst_port
+        awaited = self._awaited.get(port) if self._awaited else None
+        peer = gateway.peers.get(envelope.dst_proc)
+        if awaited is None or peer is None or peer.down is not None:
+            return gateway.send(envelope)
+        gathered = self._gathered.setdefault(peer, [])
+        gathered.append(envelope.frame())
+        awaited.left -= 1
+        if awaited.left <= 0:
+            del self._awaited[port]
+            self._let_go(peer)
+        elif len(gathered) >= _GATHERED_MOST:
+            self._let_go(peer)
+        elif len(gathered) == 1:
+            took_s = time.monotonic() - awaited.since_s
+            linger_s = min(max(took_s, _LINGER_LEAST_S), _LINGER_MOST_S)
+            gateway.call_later(linger_s, lambda: self._let_go(peer, gathered))
+        return None
+
+    def _let_go(self, peer: Peer, only: list[list[Buffer]] | None = None) -> None:
+        """Send the answers that were gathered for `peer`, if they still are those of `only`."""
+        gathered = self._gathered.get(peer)
+        if gathered is None or (only is not None and gathered is not only):
+            return
+        del self._gathered[peer]
+        if peer.key in self._owed:
+            gathered.append(self._taken_of(peer.key).frame())
+        self._proc.gateway.send_together(peer, gathered)
+
+    # ---- who is meant
+
+    def _on_passed_on(self, envelope: Envelope) -> None:
+        title = bytes(envelope.parts.pop(0))
+        self._origin(title)
+        envelope.kind = title[0]
+        keeper = self._proc.proc_id.keeper
+        envelope.via = keeper.key if keeper is not None else 0
+        self._proc.deliver(envelope)
+
+    def _origin(self, title: bytes) -> ProcId:
+        """Who cast; from now on it is known how to reach it."""
+        name = title[1:]
+        origin = self._origins.get(name)
+        if origin is None:
+            if len(self._origins) >= _AWAITED_MOST:
+                self._origins.clear()
+            origin = self._origins[name] = ProcId.from_string(name.decode())
+        if origin.key not in self._proc.gateway.peers:
+            self._proc.gateway.peer(origin)
+        return origin
+
+    def speaks_to(self, key: int) -> None:
+        """A value goes to a port of that process, directly: answers do not overtake it from now on."""
+        self._spoken_to.add(key)
+
+    def choose_way(self, answer: Envelope) -> None:
+        """Whether an answer goes by the agent of this host or directly."""
+        if answer.dst_proc in self._spoken_to or answer.size_bytes > ALONE_BYTES:
+            answer.via = 0
+
+    # ---- both
+
+    def deliver(self, envelope: Envelope) -> None:
+        """A CAST, PASSED_ON or TAKEN."""
+        if envelope.kind == Kind.PASSED_ON:
+            self._on_passed_on(envelope)
+        elif envelope.kind == Kind.CAST:
+            self._on_cast(envelope)
+        else:
+            self._on_taken(envelope)
+
+    def proc_gone(self, gone: Peer, down: Down) -> None:
+        """A process has ended, and all that it sent was delivered."""
+        key = gone.key
+        for sent in list(self._sent.values()):
+            self._lost(sent, key, down)
+        for passed in list(self._passed.values()):
+            self._reached(passed, key, [key])
+        for peer in list(self._gathered):
+            self._let_go(peer)  # the last answers of a process come before the news of its end
+        for caller in self._callers.pop(key, ()):
+            self._proc.tell_known(caller, "proc_gone", gone.proc, down)
+        for port in [port for port in self._awaited if port[0] == key]:
+            del self._awaited[port]
+        self._owed.pop(key, None)
+        self._spoken_to.discard(key)
+
+
+def _cast_of(message: Envelope, agent: int, parts: list[Buffer], number: int) -> Envelope:
+    """The message of a cast for the agent of a branch."""
+    cast = message.for_member(agent, 0, number, parts)
+    cast.kind = Kind.CAST
+    return cast
+
+
+def _found(branch: Branch, keys: list[int]) -> list[Branch]:
+    """The branches of those agents, of a branch that was sent to the first."""
+    found = [branch] if branch.host.key in keys else []
+    return found + [each for below in branch.below for each in _found(below, keys)]

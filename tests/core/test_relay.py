@@ -1,0 +1,316 @@
+"""Casts over real links in one process: agents of hosts, their processes, and who casts to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from monarch.core import codec
+from monarch.core.cast import Branch, tree
+from monarch.core.driver import Signal
+from monarch.core.envelope import Envelope, Flag, Kind
+from monarch.core.gateway import Limits
+from monarch.core.ids import ProcId, Uid
+from monarch.core.mailbox import Mailbox
+from monarch.core.monitor import Down
+from monarch.core.peer import Peer
+from monarch.core.proc import Proc
+from monarch.core.relay import ALONE_BYTES
+from monarch.transports.base import Buffer
+from tests.core.net import SECRET, Net, until
+
+ACTOR = 40
+
+
+class Member(Proc):
+    """A process with one actor, which answers each call with `replies`."""
+
+    def __init__(self, net: Net, agent: Proc) -> None:
+        super().__init__(ProcId(Uid.instance("m"), "", agent.proc_id), net.transport, SECRET, limits=Limits())
+        self.mailbox = Mailbox(Signal())
+        self.got: list[bytes] = []
+        self.replies: Callable[[bytes], bytes] | None = lambda data: data
+        self.spawned: list[int] = []
+        self.handlers["spawn"] = lambda envelope: self.spawned.append(envelope.dst_actor)
+        self.gateway.listen("inproc://")
+        agent.gateway.peer(self.proc_id)
+        self.gateway.connect(agent.proc_id)
+        net.procs.append(self)
+
+    def _deliver_call(self, envelope: Envelope) -> None:
+        assert self.mailbox.put(envelope) is None
+        while (call := self.mailbox.take()) is not None:
+            self.got.append(bytes(call.parts[0]))
+            if self.replies is not None and call.reply_port:
+                self.send(call.reply([self.replies(call.parts[0])], Flag.SILENT), None, may_wait=False)  # type: ignore[arg-type]
+
+
+class Answers:
+    """A port for answers."""
+
+    def __init__(self, proc: Proc) -> None:
+        self.number = proc.new_port()
+        self.got: dict[int, bytes] = {}
+        self.bounced_ranks: list[int] = []
+        self.gone: set[int] = set()
+        proc.ports[self.number] = self
+
+    def deliver(self, envelope: Envelope) -> None:
+        assert envelope.rank not in self.got
+        self.got[envelope.rank] = bytes(envelope.parts[0])
+
+    def bounced(self, envelope: Envelope, down: Down) -> None:
+        self.bounced_ranks.append(envelope.rank)
+
+    def proc_gone(self, key: int, down: Down) -> None:
+        self.gone.add(key)
+
+
+class World:
+    """One who casts, and hosts with members; cast to in a tree of that fan-out."""
+
+    def __init__(self, net: Net, hosts: int, each: int, fan_out: int) -> None:
+        self.root = net.proc("root", send_buffer_bytes=1 << 20)
+        self.agents = [net.proc("agent", message_delivery_timeout_s=1.0) for _ in range(hosts)]
+        self.members = [Member(net, agent) for agent in self.agents for _ in range(each)]
+        self.each, self.fan_out = each, fan_out
+        self.counts = [0] * len(self.members)
+        for agent in self.agents:
+            self.root.gateway.connect(agent.proc_id)
+        for member in self.members:
+            self.root.gateway.peer(member.proc_id)
+        until(lambda: all(peer.link is not None for agent in self.agents for peer in agent.gateway.peers.values()))
+
+    def branches(self, ranks: Sequence[int] | None = None) -> tuple[Branch, ...]:
+        hosts = []
+        for at, agent in enumerate(self.agents):
+            own = range(at * self.each, (at + 1) * self.each)
+            meant = [rank for rank in own if ranks is None or rank in ranks]
+            if meant:
+                hosts.append(Branch(agent.proc_id, tuple(self.members[rank].key for rank in meant), tuple(meant)))
+        return tree(hosts, self.fan_out)
+
+    def call(self, data: bytes, port: int, kind: int = Kind.CALL) -> Envelope:
+        flags = Flag.SEQUENCED if kind == Kind.CALL else Flag.SILENT
+        return Envelope(kind, 0, ACTOR, 0, self.root.key, 16, [data], flags, reply_port=port)
+
+    def numbers(self, ranks: Sequence[int]) -> dict[int, int]:
+        found = {rank: self.counts[rank] for rank in ranks}
+        for rank in ranks:
+            self.counts[rank] += 1
+        return found
+
+    def cast(self, data: bytes, port: int = 0, ranks: Sequence[int] | None = None) -> None:
+        meant = range(len(self.members)) if ranks is None else ranks
+        self.root.relay.cast(self.call(data, port), self.branches(ranks), self.numbers(meant))
+
+    def directly(self, data: bytes, rank: int) -> None:
+        member = self.members[rank]
+        call = self.call(data, 0).for_member(member.key, rank, self.numbers([rank])[rank], [data])
+        self.root.send(call, member.proc_id)
+
+
+@pytest.fixture
+def net() -> Iterator[Net]:
+    net = Net()
+    yield net
+    net.close()
+
+
+def test_a_cast_reaches_all_and_their_answers_come_back(net: Net) -> None:
+    world = World(net, hosts=5, each=2, fan_out=2)
+    answers = Answers(world.root)
+    world.cast(b"x", answers.number)
+    until(lambda: len(answers.got) == 10)
+    assert all(member.got == [b"x"] for member in world.members)
+    until(lambda: not world.root.relay._sent)
+    assert not world.root.relay._load
+    # Nobody was reached in another way than by the agent of its host.
+    assert all(world.root.gateway.peers[member.key].link is None for member in world.members)
+
+
+def test_the_order_of_a_sender_holds_over_trees_parts_of_them_and_direct_messages(net: Net) -> None:
+    world = World(net, hosts=4, each=2, fan_out=1)
+    expected: list[list[bytes]] = [[] for _ in world.members]
+    for number in range(120):
+        data = b"%d" % number
+        if number % 3 == 0:
+            world.cast(data)
+            meant: Sequence[int] = range(8)
+        elif number % 3 == 1:
+            meant = (number % 8, (number + 3) % 8)
+            world.cast(data, ranks=meant)
+        else:
+            meant = (7,)
+            world.directly(data, 7)
+        for rank in meant:
+            expected[rank].append(data)
+    until(lambda: [member.got for member in world.members] == expected)
+
+
+def test_answers_that_come_close_together_travel_together(net: Net) -> None:
+    world = World(net, hosts=1, each=6, fan_out=1)
+    answers = Answers(world.root)
+    agent = world.agents[0]
+    batches: list[int] = []
+    together = agent.gateway.send_together
+
+    def counted(peer: Peer, frames: Sequence[list[Buffer]]) -> None:
+        batches.append(len(frames))
+        together(peer, frames)
+
+    agent.gateway.send_together = counted  # type: ignore[method-assign]
+    for member in world.members:
+        member.replies = None
+    world.cast(b"x", answers.number)
+    until(lambda: all(member.got for member in world.members))
+
+    def forward() -> None:
+        for rank, member in enumerate(world.members):
+            reply = Envelope(Kind.PORT, world.root.key, 16, answers.number, member.key, ACTOR, [b"y"], rank=rank)
+            agent.relay.forward(reply)
+
+    agent.gateway.call_later(0.0, forward)
+    until(lambda: len(answers.got) == 6)
+    assert len(batches) == 1 and batches[0] in (6, 7)  # and the news that all have it
+
+
+def test_an_early_answer_does_not_wait_for_one_that_never_comes(net: Net) -> None:
+    world = World(net, hosts=1, each=3, fan_out=1)
+    answers = Answers(world.root)
+    world.members[1].replies = None
+    world.cast(b"x", answers.number)
+    until(lambda: answers.got.keys() == {0, 2})
+
+
+def test_a_large_answer_goes_directly(net: Net) -> None:
+    world = World(net, hosts=1, each=2, fan_out=1)
+    answers = Answers(world.root)
+    world.members[1].replies = lambda data: bytes(ALONE_BYTES)
+    world.cast(b"x", answers.number)
+    until(lambda: len(answers.got) == 2)
+    assert len(answers.got[1]) == ALONE_BYTES
+    assert world.root.gateway.peers[world.members[1].key].link is not None
+    assert world.root.gateway.peers[world.members[0].key].link is None
+
+
+def test_an_answer_does_not_overtake_what_its_process_has_sent_to_ports(net: Net) -> None:
+    world = World(net, hosts=1, each=2, fan_out=1)
+    answers = Answers(world.root)
+    world.members[0].relay.speaks_to(world.root.key)
+    world.cast(b"x", answers.number)
+    until(lambda: len(answers.got) == 2)
+    assert world.root.gateway.peers[world.members[0].key].link is not None
+
+
+def test_a_member_that_dies_is_told_to_who_has_cast_to_it(net: Net) -> None:
+    world = World(net, hosts=2, each=2, fan_out=2)
+    answers = Answers(world.root)
+    for member in world.members:
+        member.replies = None
+    world.cast(b"x", answers.number)
+    until(lambda: all(member.got for member in world.members))
+    world.agents[1].gateway.process_ended(world.members[3].proc_id, Down("killed", "it was killed"))
+    until(lambda: answers.gone == {world.members[3].key})
+
+
+def test_casts_to_a_member_that_is_gone_bounce_for_its_rank_alone(net: Net) -> None:
+    world = World(net, hosts=2, each=2, fan_out=1)
+    answers = Answers(world.root)
+    world.agents[1].gateway.declare_gone(world.members[2].proc_id, Down("killed", "it was killed"))
+    world.cast(b"x", answers.number)
+    until(lambda: len(answers.got) == 3)
+    until(lambda: answers.bounced_ranks == [2])
+
+
+def test_hosts_below_an_agent_that_dies_get_the_cast_once_all_the_same(net: Net) -> None:
+    world = World(net, hosts=3, each=2, fan_out=1)
+    answers = Answers(world.root)
+    middle = world.agents[1]
+    middle.relay.deliver = lambda envelope: None  # type: ignore[method-assign]
+    world.cast(b"x", answers.number)
+    until(lambda: len(answers.got) == 2)
+    middle.close(0.0)
+    world.root.gateway.declare_gone(middle.proc_id, Down("unreachable", "its host is gone"))
+    world.agents[0].gateway.declare_gone(middle.proc_id, Down("unreachable", "its host is gone"))
+    until(lambda: answers.got.keys() == {0, 1, 4, 5})
+    until(lambda: sorted(answers.bounced_ranks) == [2, 3])
+    until(lambda: not world.root.relay._sent)
+    assert [member.got for member in world.members] == [[b"x"], [b"x"], [], [], [b"x"], [b"x"]]
+
+
+def test_a_host_that_an_agent_cannot_reach_is_reached_by_who_casts(net: Net) -> None:
+    world = World(net, hosts=3, each=1, fan_out=1)
+    answers = Answers(world.root)
+    world.agents[0].gateway.declare_gone(world.agents[1].proc_id, Down("unreachable", "no way"))
+    for number in range(3):
+        world.cast(b"%d" % number, answers.number if number == 0 else 0)
+    until(lambda: len(answers.got) == 3)
+    until(lambda: all(member.got == [b"0", b"1", b"2"] for member in world.members))
+    assert not answers.bounced_ranks
+
+
+def test_a_cast_waits_behind_the_launch_of_its_processes(net: Net) -> None:
+    world = World(net, hosts=2, each=1, fan_out=1)
+    answers = Answers(world.root)
+    agent, member = world.agents[1], world.members[1]
+    known = agent.gateway.peers.pop(member.key)
+
+    def launch(envelope: Envelope) -> None:
+        agent.gateway.peers[member.key] = known
+
+    agent.handlers["launch"] = launch
+    told = agent.relay.deliver
+
+    def deliver(envelope: Envelope) -> None:
+        told(envelope)
+        if member.key not in agent.gateway.peers:  # its cast, by the other agent, came first
+            world.root.tell(agent.proc_id, "launch")
+
+    agent.relay.deliver = deliver  # type: ignore[method-assign]
+    send_again = world.root.relay._send_again
+
+    def once_launched(sent: Any, branches: Any) -> None:
+        until(lambda: member.key in agent.gateway.peers)
+        send_again(sent, branches)
+
+    world.root.relay._send_again = once_launched  # type: ignore[method-assign]
+    world.cast(b"x", answers.number)
+    until(lambda: len(answers.got) == 2)
+
+
+def test_messages_that_are_not_numbered_are_passed_on_as_what_they_are(net: Net) -> None:
+    world = World(net, hosts=2, each=2, fan_out=2)
+    world.root.relay.cast(world.call(codec.encode(())[0], 0, Kind.SPAWN), world.branches(), {})  # type: ignore[arg-type]
+    until(lambda: all(member.spawned == [ACTOR] for member in world.members))
+
+
+def test_who_casts_waits_while_a_member_takes_nothing(net: Net) -> None:
+    world = World(net, hosts=2, each=2, fan_out=1)
+    agent = world.agents[1]
+    full = agent.gateway.peers[world.members[3].key]
+    full.send_buffer_bytes = -1
+    world.cast(bytes(2 << 20))
+    until(lambda: all(member.got for member in world.members))
+    assert world.root.relay._load[world.agents[0].key] > world.root.gateway.limits.send_buffer_bytes
+    agent.gateway.call_later(0.0, lambda: _make_room(full))
+    world.root.relay.wait_for_room(world.branches())
+    assert not world.root.relay._load
+
+
+def _make_room(peer: object) -> None:
+    peer.send_buffer_bytes = 1 << 20  # type: ignore[attr-defined]
+    for signal in peer.waiting_for_room:  # type: ignore[attr-defined]
+        signal.notify()
+
+
+def test_what_is_sent_once_all_have_a_cast_comes_behind_it(net: Net) -> None:
+    world = World(net, hosts=3, each=1, fan_out=1)
+    order: list[str] = []
+    world.cast(b"x")
+    world.root.relay.when_taken(lambda: order.append("taken"))
+    until(lambda: order == ["taken"])
+    world.root.relay.when_taken(lambda: order.append("at once"))
+    assert order == ["taken", "at once"]

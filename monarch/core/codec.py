@@ -104,11 +104,12 @@ def decode(parts: Sequence[Buffer]) -> Any:
     """What `encode` was given. Takes ownership of `parts`: arrays and tensors are built over them, not copied.
 
     Raises:
-        MemoryError: there was none for a part of the message when it arrived.
+        MemoryError: there was none, or no descriptor of any, for a part of the message when it arrived.
         Exception: whatever unpickling raises; the code of users runs here.
     """
     if Missing in map(type, parts):
-        raise MemoryError(f"no memory for the {sum(map(_size_of, parts))} bytes of a message")
+        lacking = next(part.lacking for part in parts if isinstance(part, Missing))
+        raise MemoryError(f"{lacking} for the {sum(map(_size_of, parts))} bytes of a message")
     if len(parts) == 1:
         return pickle.loads(parts[0])
     return _Unpickler(parts).load()

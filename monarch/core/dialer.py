@@ -157,7 +157,7 @@ class Dialer:
                 self._try_again(dialing, str(error))
         except Exception as error:
             trouble = f"{type(error).__name__}: {error}"
-            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE) and not peer.breaks:
                 text = f"process {uid} cannot be reached: {trouble} (see `ulimit -n`)"
                 self._end(dialing, self._unreachable(peer, text))
             elif isinstance(error, TimeoutError):

@@ -96,6 +96,7 @@ def main(payload: bytes) -> None:
     runtime.run_actor = main_thread.run_actor
     runtime.agent.on_end = main_thread.end
     keeper = boot.proc.keeper
+    cut_off: list[Down] = []
     assert keeper is not None
 
     def on_gone(key: int, down: Down) -> None:
@@ -103,6 +104,7 @@ def main(payload: bytes) -> None:
             # Nobody is left to report to; the guardian of the host ends this process anyway.
             if not down.pid:
                 sys.stderr.write(f"process {boot.proc.uid} could not come up: {down.reason}\n")
+            cut_off.append(down)
             runtime.gateway.call_later(_LAST_WORDS_S, lambda: os._exit(1))
             runtime.agent.stop_all(f"the client's process is gone: {down.reason}")
 
@@ -113,5 +115,5 @@ def main(payload: bytes) -> None:
     main_thread.serve()
     sys.stdout.flush()
     runtime.close()
-    if runtime.failed_actors:
+    if runtime.failed_actors or cut_off:
         raise SystemExit(1)

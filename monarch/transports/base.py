@@ -17,15 +17,16 @@ Buffer = bytes | bytearray | memoryview
 
 
 class Missing(bytes):
-    """Stands, empty, for a part of `size_bytes` that arrived where there was no memory for it. The frame arrives all
-    the same, so that those behind it do; who decodes the message says what it lacks."""
+    """Stands, empty, for a part of `size_bytes` that arrived where there was `lacking` for it, in words. The frame
+    arrives all the same, so that those behind it do; who decodes the message says what it lacks."""
 
     size_bytes: int
+    lacking: str
 
     @classmethod
-    def of(cls, size_bytes: int) -> Missing:
+    def of(cls, size_bytes: int, lacking: str = "no memory") -> Missing:
         self = cls()
-        self.size_bytes = size_bytes
+        self.size_bytes, self.lacking = size_bytes, lacking
         return self
 
 

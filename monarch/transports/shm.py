@@ -7,15 +7,22 @@ its description: (segment, mark, offset, how it is lent). The descriptor of a se
 it, in the same stream (SCM_RIGHTS), so that what was sent can still be read when the sender has died. A part that was
 put there for a single receiver is lent to it for good: it may write there. Of one for several, each makes a copy.
 
+A process that has all its descriptors in use loses those that arrive. It opens the segment by the number that its owner
+has for it, with a descriptor that was kept for that, and reads a copy.
+
 Where the pool has no room, a part goes through the socket, which slows the sender down to the pace of the receiver.
 """
 
 from __future__ import annotations
 
 import array
+import errno
 import os
 import socket
+import threading
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from struct import Struct
 from typing import Any, Final
@@ -29,12 +36,13 @@ from monarch.transports.pool import Pool
 from monarch.transports.segments import Mapping, Unmapped, attach, borrow, can_share
 from monarch.transports.stream import StreamLink
 
-_DESCRIPTION: Final = Struct("<IIQII")  # segment, mark, offset, kind of loan, 0
+_DESCRIPTION: Final = Struct("<IIQII")  # segment, mark, offset, kind of loan, descriptor of the owner
 _FOR_GOOD, _TO_COPY = range(2)
 _MOST_FDS: Final = 253  # in one call, as many as the kernel takes; a pool has fewer segments
 _FD: Final = array.array("i").itemsize
 _FD_SPACE: Final = socket.CMSG_SPACE(_MOST_FDS * _FD)
 _LIMIT_BYTES: Final = 8 << 30
+_NO_DESCRIPTOR: Final = (errno.EMFILE, errno.ENFILE)
 
 assert _DESCRIPTION.size == DESCRIPTION_BYTES
 
@@ -47,7 +55,8 @@ class FdSocket(socket.socket):
         self.departing: list[int] = []
         """Borrowed."""
         self.arrived: deque[int] = deque()
-        """Owned."""
+        """Owned. Those of the first segments; from the first that was lost on, none."""
+        self._lost_some = False
 
     def send(self, data: Any, flags: int = 0) -> int:
         return self.sendmsg((data,)) if self.departing else super().send(data)
@@ -62,21 +71,27 @@ class FdSocket(socket.socket):
         return sent
 
     def recv(self, size: int, flags: int = 0) -> bytes:
-        data, ancillary, _, _ = self.recvmsg(size, _FD_SPACE, socket.MSG_CMSG_CLOEXEC)
-        if ancillary:
-            self._keep(ancillary)
+        data, ancillary, came, _ = self.recvmsg(size, _FD_SPACE, socket.MSG_CMSG_CLOEXEC)
+        if ancillary or came & socket.MSG_CTRUNC:
+            self._keep(ancillary, came)
         return data
 
     def recv_into(self, buffer: Any, size: int = 0, flags: int = 0) -> int:
-        got, ancillary, _, _ = self.recvmsg_into([buffer], _FD_SPACE, socket.MSG_CMSG_CLOEXEC)
-        if ancillary:
-            self._keep(ancillary)
+        got, ancillary, came, _ = self.recvmsg_into([buffer], _FD_SPACE, socket.MSG_CMSG_CLOEXEC)
+        if ancillary or came & socket.MSG_CTRUNC:
+            self._keep(ancillary, came)
         return got
 
-    def _keep(self, ancillary: list[tuple[int, int, bytes]]) -> None:
+    def _keep(self, ancillary: list[tuple[int, int, bytes]], came: int) -> None:
         for level, kind, data in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                self.arrived.extend(array.array("i", data[: len(data) - len(data) % _FD]))
+                fds = array.array("i", data[: len(data) - len(data) % _FD])
+                if self._lost_some:
+                    for fd in fds:
+                        os.close(fd)
+                else:
+                    self.arrived.extend(fds)
+        self._lost_some = self._lost_some or bool(came & socket.MSG_CTRUNC)
 
     def close(self) -> None:
         super().close()
@@ -92,6 +107,14 @@ class _Process:
         self._sock = sock
         self._pid, _ = credentials(sock) or (0, 0)
         self._born = _birth(self._pid)
+
+    def open(self, fd: int) -> int:
+        """A file that it has open, by the number that it has for it.
+
+        Raises:
+            OSError: it is gone, or no descriptor is free here.
+        """
+        return os.open(f"/proc/{self._pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
 
     @property
     def is_known(self) -> bool:
@@ -114,11 +137,35 @@ def _birth(pid: int) -> bytes | None:
     return None if fields[0] in (b"Z", b"X") else fields[19]
 
 
+class _Spare:
+    """A descriptor to live on when all are used."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._fd = self._take()
+
+    def _take(self) -> int | None:
+        with suppress(OSError):
+            return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        return None
+
+    @contextmanager
+    def freed(self) -> Iterator[None]:
+        """For the block, this process has a descriptor to spare, unless another thread is quicker."""
+        with self._lock:
+            if self._fd is not None:
+                os.close(self._fd)
+            try:
+                yield
+            finally:
+                self._fd = self._take()
+
+
 class _Sharing:
     """What one link knows of shared memory: of ours, what it has lent; of the peer's, how to see it."""
 
-    def __init__(self, sock: FdSocket, pool: Pool) -> None:
-        self._sock, self._pool = sock, pool
+    def __init__(self, sock: FdSocket, pool: Pool, spare: _Spare) -> None:
+        self._sock, self._pool, self._spare = sock, pool, spare
         self._process = _Process(sock)
         self._announced: set[int] = set()  # numbers of our segments that the peer has, or will have
         self._segments: dict[int, Mapping | Unmapped] = {}  # the peer's
@@ -138,7 +185,7 @@ class _Sharing:
             self._announced.add(segment.number)
             self._sock.departing.append(segment.fd)
         kind = _FOR_GOOD if slot.receivers == 1 else _TO_COPY
-        return _DESCRIPTION.pack(segment.number, mark, slot.offset, kind, 0)
+        return _DESCRIPTION.pack(segment.number, mark, slot.offset, kind, segment.fd)
 
     def borrowed(self, description: bytes, size_bytes: int) -> Buffer:
         """The part that a description stands for.
@@ -146,24 +193,42 @@ class _Sharing:
         Raises:
             RemoteProtocolError: there is no such memory.
         """
-        number, mark, offset, kind, _ = _DESCRIPTION.unpack(description)
+        number, mark, offset, kind, fd = _DESCRIPTION.unpack(description)
         segment = self._segments.get(number)
         try:
             if segment is None:
-                segment = self._segments[number] = self._attach()
+                segment = self._attach(fd)
+                if segment is None:
+                    return self._copy_of(fd, offset, size_bytes, mark)
+                self._segments[number] = segment
             if isinstance(segment, Unmapped):
                 return segment.read(offset, size_bytes, mark)
             memory = borrow(segment, offset, size_bytes, mark)
             return memory if kind == _FOR_GOOD else _copied(memory)
         except MemoryError:
             return Missing.of(size_bytes)
-        except (OSError, ValueError, IndexError) as error:
+        except (OSError, ValueError) as error:
             raise RemoteProtocolError(f"shared memory of the peer cannot be read: {error}") from error
 
-    def _attach(self) -> Mapping | Unmapped:
-        if not self._sock.arrived:
-            raise IndexError("its descriptor has not arrived; this process may have too many open files (`ulimit -n`)")
-        return attach(self._sock.arrived.popleft())
+    def _attach(self, fd: int) -> Mapping | Unmapped | None:
+        """The segment that its owner knows by `fd`; None when no descriptor is free for it here."""
+        if self._sock.arrived:
+            return attach(self._sock.arrived.popleft())
+        try:
+            return attach(self._process.open(fd))
+        except OSError as error:
+            if error.errno not in _NO_DESCRIPTOR:
+                raise
+            return None
+
+    def _copy_of(self, fd: int, offset: int, size_bytes: int, mark: int) -> Buffer:
+        try:
+            with self._spare.freed():
+                return Unmapped(self._process.open(fd)).read(offset, size_bytes, mark)
+        except OSError as error:
+            if error.errno not in _NO_DESCRIPTOR:
+                raise
+            return Missing.of(size_bytes, "no descriptor is free (see `ulimit -n`)")
 
 
 def _copied(memory: memoryview) -> memoryview:
@@ -179,6 +244,7 @@ class ShmTransport:
 
     def __init__(self) -> None:
         self.memory = Pool(_LIMIT_BYTES)
+        self._spare: _Spare | None = None  # with the first link
         self._sockets = UnixTransport(self.scheme, self._link)
         self.listen = self._sockets.listen
         self.dial = self._sockets.dial
@@ -191,7 +257,8 @@ class ShmTransport:
 
     def _link(self, sock: socket.socket, peer: str) -> StreamLink:
         carrier = FdSocket(sock.detach())
-        sharing = _Sharing(carrier, self.memory)
+        self._spare = self._spare or _Spare()
+        sharing = _Sharing(carrier, self.memory, self._spare)
         encode = partial(encode_joined, describe=sharing.lend)
         return StreamLink(carrier, peer, FrameDecoder(elsewhere=sharing.borrowed), encode)
 

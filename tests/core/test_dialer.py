@@ -110,12 +110,19 @@ def test_a_refused_connection_is_the_end_unless_a_keeper_knows_better() -> None:
     assert scene.given_up[1].reason == "by signal 9" and kept.dialing is None
 
 
-def test_descriptors_that_ran_out_are_named_at_once() -> None:
+def test_descriptors_that_ran_out_are_named_at_once_but_waited_for_where_there_was_a_link() -> None:
     scene = Scene(limit_s=60.0)
     scene.outcomes = [OSError(errno.EMFILE, "Too many open files")]
     scene.dialer.start(scene.peer(HERE))
     until(lambda: scene.given_up)
     assert "ulimit -n" in scene.given_up[0].reason
+
+    known = scene.peer(HERE)
+    known.breaks = 1
+    scene.outcomes = [OSError(errno.EMFILE, "Too many open files")] * 3
+    scene.dialer.start(known)
+    until(lambda: scene.greeted)
+    assert len(scene.given_up) == 1
 
 
 @pytest.mark.parametrize("state", [State.UP, State.GONE])

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import resource
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from monarch.errors import RemoteProtocolError
 from monarch.transports import registry
-from monarch.transports.base import Link
+from monarch.transports.base import Link, Missing
 from monarch.transports.framing import ELSEWHERE, header
 from monarch.transports.pool import Pool
 from monarch.transports.segments import Mapping
@@ -102,6 +105,57 @@ def test_a_receiver_without_room_to_map_reads(pool, links, monkeypatch):
     assert pool.statistics()["lent_slots"] == 0
     first[0] = 7
     assert second == b"x" * MIB
+
+
+@pytest.fixture
+def no_descriptors(links) -> Iterator[Callable[[], None]]:
+    """Takes all that are left, until the end of the test."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken: list[int] = []
+
+    def take() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 2, limits[1]))
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+
+    def give_back() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        while taken:
+            os.close(taken.pop())
+
+    take.give_back = give_back
+    yield take
+    give_back()
+
+
+def test_a_process_without_free_descriptors_reads_copies_and_shares_again_when_it_has_some(pool, links, no_descriptors):
+    memories = [pool.allocate(size) for size in (MIB, 2 * MIB, 4 * MIB, MIB)]
+    for at, memory in enumerate(memories):
+        memory[:] = bytes([at]) * len(memory)
+    no_descriptors()
+    frames = exchange(*links, [[memory] for memory in memories])
+    assert [frame[0] for frame in frames] == memories
+    assert pool.statistics()["lent_slots"] == 0  # copies were made
+    no_descriptors.give_back()
+    for memory in memories:
+        ((arrived,),) = exchange(*links, [[memory]])
+        arrived[0] = 77
+        assert memory[0] == 77
+
+
+def test_where_not_even_one_descriptor_can_be_had_the_message_says_so_and_the_link_lives(pool, links, no_descriptors):
+    memory = pool.allocate(MIB)
+    no_descriptors()
+    os.close(TRANSPORT._spare._fd)
+    TRANSPORT._spare._fd = None
+    taken = os.dup(0)
+    ((arrived,), last) = exchange(*links, [[memory], [b"small"]])
+    os.close(taken)
+    with TRANSPORT._spare.freed():
+        pass
+    assert isinstance(arrived, Missing) and "ulimit -n" in arrived.lacking
+    assert last == [b"small"]
 
 
 def test_a_description_of_what_is_not_there_breaks_the_link(links):

@@ -7,7 +7,7 @@ import inspect
 import logging
 import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 from attrs import define
 
@@ -17,6 +17,10 @@ from monarch.mesh.endpoint import EndpointProperty, EndpointSpec
 if TYPE_CHECKING:
     from monarch.core.future import Future
     from monarch.mesh.shape import Extent
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_CHECK: Final = "_check_of_arguments"
 
 
 class _MeshOnly:
@@ -111,7 +115,11 @@ class ActorClass:
             raise ValueError(f"{self.name} mixes both async and sync endpoints: sync {names[0]}, async {names[1]}")
 
     def check_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raises: TypeError when the constructor cannot be called with these."""
+        """
+        Raises:
+            TypeError: the constructor cannot be called with these.
+            Exception: what the constructor's own check raises.
+        """
         try:
             signature = inspect.signature(self.cls)
         except (ValueError, TypeError):
@@ -120,11 +128,25 @@ class ActorClass:
             signature.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(f"{self.cls.__qualname__}.__init__(): {error}") from None
+        check = getattr(inspect.getattr_static(self.cls, "__init__"), _CHECK, None)
+        if check is not None:
+            check(*args, **kwargs)
 
     @property
     def is_async(self) -> bool:
         """Whether the constructor runs with the loop visible: unless every endpoint is sync."""
         return not self.endpoints or any(spec.is_async for spec in self.endpoints.values())
+
+
+def checked_by(check: Callable[..., object]) -> Callable[[F], F]:
+    """For the constructor of an actor: `check` is called with its arguments where it is spawned, and raises what is
+    against them."""
+
+    def mark(init: F) -> F:
+        setattr(init, _CHECK, check)
+        return init
+
+    return mark
 
 
 def class_of(cls: type) -> ActorClass:

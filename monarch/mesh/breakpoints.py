@@ -100,6 +100,11 @@ class Breakpoints:
             self._over(visit)
         self._ended.discard(actor)
 
+    def where(self, actor: int) -> str:
+        """Where an actor waits for its debugger; empty where it does not."""
+        places = [visit.pdb.waits_at for visit in self._of(actor) if visit.pdb is not None]
+        return next((str(place) for place in places if place is not None), "")
+
     def _of(self, actor: int) -> list[_Visit]:
         return [visit for visit in list(self._visits.values()) if visit.actor == actor]
 

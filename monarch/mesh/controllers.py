@@ -28,6 +28,7 @@ class Controllers(Actor):
 
     def __init__(self) -> None:
         self._meshes: dict[str, Any] = {}
+        self._classes: dict[str, type[Any]] = {}
         self._failures: dict[str, str] = {}
 
     @endpoint
@@ -43,6 +44,10 @@ class Controllers(Actor):
             raise ValueError(f"Failure on {name}: {self._failures[name]}")
         if found is None:
             found = self._meshes[name] = here.proc.spawn(name, cls, *args, **kwargs)
+            self._classes[name] = cls
+        there, asked = self._classes[name], class_of(cls).name
+        if not issubclass(there, cls) and class_of(there).name != asked:
+            raise ValueError(f"controller {name!r} is a {class_of(there).name}, and not a {asked}")
         return found
 
     def __supervise__(self, failure: MeshFailure) -> bool:
@@ -67,7 +72,8 @@ def install(client: RootClient) -> None:
 def get_or_spawn_controller(name: str, Class: type[A], *args: Any, **kwargs: Any) -> Future[A]:
     """The controller of that name, spawned by the first request anywhere in the job; it lives in the client's process.
 
-    Raises (the future): ActorError around a ValueError "Failure on NAME ...", when it has failed before.
+    Raises (the future): ActorError around a ValueError, "Failure on NAME ..." when it has failed before; also when it
+    is of another class.
 
     Raises:
         ValueError, TypeError: as `ProcMesh.spawn`.

@@ -81,7 +81,9 @@ ACTOR_THREAD: Final = "monarch "
 def _actor(instance: ActorInstance, threads: dict[int, Stack] | None) -> Actor:
     """`threads`: those of the process, of which the actor's is taken away; None where no stacks are wanted."""
     state = instance.snapshot()
-    actor = Actor(instance.place, instance.class_name, state.phase, state.running, state.queued)
+    breakpoint = instance.proc_runtime.breakpoints.where(instance.actor_id.number)
+    doing = (state.phase, state.running, state.queued)
+    actor = Actor(instance.place, instance.class_name, *doing, breakpoint=breakpoint)
     if threads is None or instance.thread_id not in threads:
         return actor
     return evolve(actor, stacks=(threads.pop(instance.thread_id), *instance.waiting()))

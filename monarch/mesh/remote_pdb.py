@@ -59,6 +59,7 @@ class RemotePdb(pdb.Pdb):
         self._waiter, self._tell, self._on_over = waiter, tell, on_over
         self._outermost: FrameType | None = None
         self._goes_on = False
+        self.waits_at: Place | None = None
 
     def set_trace(self, frame: FrameType | None = None, **kwargs: Any) -> None:
         outer = frame
@@ -71,7 +72,9 @@ class RemotePdb(pdb.Pdb):
             code = frame.f_code
             self._terminal.place = Place(code.co_name, os.path.basename(code.co_filename), frame.f_lineno)
         self._goes_on = False
+        self.waits_at = self._terminal.place
         super().interaction(frame, *args)
+        self.waits_at = None
         self._leave()
 
     def user_return(self, frame: FrameType, return_value: Any) -> None:

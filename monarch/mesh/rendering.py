@@ -119,6 +119,8 @@ def _actor(actor: Actor) -> Text:
         text.append(", ".join(map(_running, actor.running)), "yellow")
     else:
         text.append("idle" if actor.phase == "serving" else actor.phase, "dim")
+    if actor.breakpoint:
+        text.append(f"  at a breakpoint, {actor.breakpoint}", "yellow")
     if actor.running and actor.phase == "ending":
         text.append("  ending", "yellow")
     if actor.queued:

@@ -31,6 +31,7 @@ class Actor:
         running: the endpoints that it runs, the oldest first; `__init__` while it is constructed.
         queued: calls that wait for their turn.
         restarts: how often its supervisor has restarted it.
+        breakpoint: where it waits for `monarch debug`; empty where it does not.
         stacks: of its thread and its waiting tasks, where they were asked for.
     """
 
@@ -41,6 +42,7 @@ class Actor:
     queued: int = 0
     restarts: int = 0
     stacks: tuple[Stack, ...] = ()
+    breakpoint: str = ""
 
     @property
     def _names(self) -> str:

@@ -14,7 +14,7 @@ from attrs import define
 from monarch.core.future import Future
 from monarch.core.ids import ActorId
 from monarch.errors import MeshError
-from monarch.mesh.actor import Actor, MeshMethod
+from monarch.mesh.actor import Actor, MeshMethod, checked_by
 from monarch.mesh.actor_mesh import ActorMesh
 from monarch.mesh.child_line import Current, Path, Refused, refused_by, refused_error
 from monarch.mesh.child_spec import Child, ChildStatus, one_of
@@ -25,7 +25,7 @@ from monarch.mesh.mesh_proc import MeshProc
 from monarch.mesh.supervised import WAIT_S, SupervisedMesh
 from monarch.supervision.failure import MeshFailure
 from monarch.supervision.policy import Strategy, Window
-from monarch.supervision.restarts import Restarts
+from monarch.supervision.restarts import Restarts, refuse_twins
 
 A = TypeVar("A", bound=Actor)
 
@@ -87,6 +87,23 @@ class _AskShape:
         self._asked._fail(refused_error(self._path, refused.of_children(), None))
 
 
+def _machine(
+    children: Sequence[Child[Any]] = (),
+    strategy: Strategy | str = Strategy.ONE_FOR_ONE,
+    *,
+    max_restarts: int = 3,
+    within_s: float = 5.0,
+) -> Restarts:
+    """Of the arguments of a `Supervisor`. Raises: ValueError, TypeError, when they make no sense."""
+    if max_restarts < 0 or not within_s > 0:
+        raise ValueError(f"max_restarts is {max_restarts}, within_s is {within_s}; not negative, and above 0")
+    for child in children:
+        if not isinstance(child, Child):
+            raise TypeError(f"a Supervisor takes Child(name, Class, ...), not {child!r}")
+    refuse_twins([child.name for child in children])
+    return Restarts(one_of(Strategy, strategy), Window(max_restarts, within_s))
+
+
 class Supervisor(Actor):
     """Owns children by specification, starts them in order, restarts them when they end, and stops them in the end.
 
@@ -117,9 +134,10 @@ class Supervisor(Actor):
         max_restarts, within_s: the intensity: how many restarts, of all children together, in a sliding window.
 
     Raises:
-        ValueError: two children have one name, or a value makes no sense.
+        ValueError, TypeError: two children have one name, or a value makes no sense. At the spawn.
     """
 
+    @checked_by(_machine)
     def __init__(
         self,
         children: Sequence[Child[Any]] = (),
@@ -128,12 +146,10 @@ class Supervisor(Actor):
         max_restarts: int = 3,
         within_s: float = 5.0,
     ) -> None:
-        if max_restarts < 0 or not within_s > 0:
-            raise ValueError(f"max_restarts is {max_restarts}, within_s is {within_s}; not negative, and above 0")
+        machine = _machine(children, strategy, max_restarts=max_restarts, within_s=within_s)
         instance = context().actor_instance
         if not isinstance(instance, ActorInstance):
             raise RuntimeError("a Supervisor is an actor: procs.spawn(name, Supervisor, children)")
-        machine = Restarts(one_of(Strategy, strategy), Window(max_restarts, within_s))
         self._shell = Shell(instance, machine)
         self._shell.begin(list(children))
 

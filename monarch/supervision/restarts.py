@@ -45,6 +45,12 @@ from monarch.supervision.policy import (
 )
 
 
+def refuse_twins(names: Sequence[str]) -> None:
+    """Raises: ValueError, when two are the same."""
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"two children have the name {', '.join(map(repr, twice))}")
+
+
 class Phase(Enum):
     DOWN = "waits to be started"
     STARTING = "starting"
@@ -90,9 +96,7 @@ class Restarts:
         Raises:
             ValueError: two have one name.
         """
-        names = [rule.name for rule in rules]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"two children have the name {', '.join(map(repr, twice))}")
+        refuse_twins([rule.name for rule in rules])
         batch = self._new_batch()
         self._children = [_Child(rule, batch) for rule in rules]
         return list(self._advance())

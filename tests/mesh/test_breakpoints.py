@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from monarch import debug
 from monarch.actor import Actor, ActorError, SupervisionError, debug_controller, endpoint, this_host, this_proc
 from monarch.cli import main
 from monarch.mesh.client import RootClient
@@ -90,6 +91,7 @@ def test_an_attached_terminal_looks_changes_and_lets_go(scene):
     _, stopper, screen = scene
     calls = stopper.add.call(5)
     screen.wait_for(both_wait)
+    assert str(debug.ps()).count("add for 0.") == str(debug.ps()).count("at a breakpoint, test_breakpoints.py:") == 2
     assert "y += 1" in screen.type("attach stopper 1", "(Pdb) ")
 
     assert screen.type("p x, y", "(Pdb) ") == "(5, 6)\n(Pdb) "
@@ -98,6 +100,7 @@ def test_an_attached_terminal_looks_changes_and_lets_go(scene):
     screen.type("c", "stopper[1] goes on")
     screen.type("continue", "actor(s) go on")
     assert list(calls.get(LIMIT_S).values()) == [7, 101]
+    assert "at a breakpoint" not in str(debug.ps())
 
 
 def test_an_async_endpoint_stops_too_and_quit_fails_its_call(scene):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from monarch.actor import ActorError, get_or_spawn_controller, this_host
+from monarch.actor import Actor, ActorError, get_or_spawn_controller, this_host
 from monarch.testing import TestClient
 from tests.mesh.actors import Asker, Counter, FailingInit
 
@@ -44,6 +44,15 @@ def test_different_names_are_different_controllers(client: TestClient) -> None:
     second = get_or_spawn_controller("second", Counter, 20).get(10)
 
     assert (first.count.call_one().get(10), second.count.call_one().get(10)) == (11, 21)
+
+
+def test_a_controller_of_another_class_is_refused(client: TestClient) -> None:
+    get_or_spawn_controller("one", Counter).get(10)
+    assert get_or_spawn_controller("one", Actor).get(10).pid.call_one().get(10)  # it is one
+
+    with pytest.raises(ActorError, match=r"'one' is a tests\.mesh\.actors\.Counter, and not a .*Asker") as caught:
+        get_or_spawn_controller("one", Asker).get(10)
+    assert isinstance(caught.value.exception, ValueError)
 
 
 def test_a_failure_is_remembered_for_its_name_only(client: TestClient) -> None:

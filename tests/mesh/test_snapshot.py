@@ -18,7 +18,8 @@ LOADER = Stack("loader", (Frame("data.py", 3, "load", Owner.USER),))
 IDLE = Stack("monarch-io", ())
 
 TRAINER = Actor("trainer{'gpus': 0/2}", "train.Trainer", "serving", (Running("step", 1.0, 72.5),), 3, 1, (STEP,))
-FETCHER = Actor("fetcher", "data.Fetcher", "serving", (Running("fetch", 1.0, 0.25),), 0, 0, (IDLE, WAITING))
+FETCHING = (Running("fetch", 1.0, 0.25),)
+FETCHER = Actor("fetcher", "data.Fetcher", "serving", FETCHING, 0, 0, (IDLE, WAITING), "data.py:9 (fetch)")
 LOGGER = Actor("logger", "train.Logger", "serving", stacks=(IDLE,))
 
 SNAPSHOT = Snapshot(
@@ -73,7 +74,7 @@ python train.py  pid 100  4 processes, 3 actors
     ├── process work{'gpus': 0/2}  pid 101  up  40 MiB
     │   ├── train.Logger logger  idle
     │   ├── train.Trainer trainer{'gpus': 0/2}  step for 1 min 12 s  3 queued  1 restart
-    │   └── data.Fetcher fetcher  fetch for 0.2 s
+    │   └── data.Fetcher fetcher  fetch for 0.2 s  at a breakpoint, data.py:9 (fetch)
     ├── process work{'gpus': 1/2}  pid 102  held  50 MiB  (it does not answer)
     └── process late  no pid yet  starting"""
 
@@ -86,7 +87,7 @@ process client  pid 100  up  30 MiB
 process work{'gpus': 0/2}  pid 101  up  40 MiB
   train.Trainer trainer{'gpus': 0/2}  step for 1 min 12 s  3 queued  1 restart
       File "train.py", line 7, in step
-  data.Fetcher fetcher  fetch for 0.2 s
+  data.Fetcher fetcher  fetch for 0.2 s  at a breakpoint, data.py:9 (fetch)
     Task-1, at an await
       File "train.py", line 9, in fetch
   train.Logger logger  idle

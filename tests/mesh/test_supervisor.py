@@ -551,6 +551,10 @@ class Hidden(Actor):
         (lambda: Child("a", Worker).options(restart="often"), ValueError, "'permanent', 'transient', 'temporary'"),
         (lambda: Child("a", Worker).options(shutdown_s=-1), ValueError, "not negative"),
         (lambda: Child("a", Worker).options(per_host={"gpus": 0}), ValueError, "at least 1"),
+        (lambda: Child("a", Supervisor, [Worker]), TypeError, r"takes Child\(name, Class, ...\), not <class"),
+        (lambda: Child("a", Supervisor, [Child("b", Worker)] * 2), ValueError, "two children have the name 'b'"),
+        (lambda: Child("a", Supervisor, strategy="all"), ValueError, "'one_for_one', 'one_for_all', 'rest_for_one'"),
+        (lambda: Child("a", Supervisor, max_restarts=-1), ValueError, "not negative"),
     ],
 )
 def test_a_specification_that_cannot_work_is_refused(make: Any, error: type[Exception], match: str) -> None:
@@ -567,13 +571,16 @@ def test_options_leave_the_original_alone() -> None:
     assert repr(other) == "<Child 'a' of tests.mesh.actors.Worker, temporary>"
 
 
-def test_a_supervisor_that_cannot_work_fails(client: TestClient) -> None:
-    this_proc().spawn("one", Supervisor, [Child("a", Worker), Child("a", Worker)])
+class Twins(Supervisor):
+    def __init__(self, name: str) -> None:
+        super().__init__([Child(name, Worker), Child(name, Worker)])
+
+
+def test_a_supervisor_that_cannot_work_is_not_spawned_or_fails(client: TestClient) -> None:
+    with pytest.raises(ValueError, match="max_restarts is -1"):
+        this_proc().spawn("one", Supervisor, [], Strategy.ONE_FOR_ALL, max_restarts=-1)
+    this_proc().spawn("two", Twins, "a")  # is not looked through
     client.expect_fault("two children have the name 'a'")
-    this_proc().spawn("two", Supervisor, [], "two_for_one")
-    client.expect_fault("none of 'one_for_one', 'one_for_all', 'rest_for_one'")
-    this_proc().spawn("three", Supervisor, [], Strategy.ONE_FOR_ALL, max_restarts=-1)
-    client.expect_fault("max_restarts is -1")
     with pytest.raises(RuntimeError, match="is an actor"):
         Supervisor([])
     assert context().actor_instance.name == "client"

@@ -136,7 +136,7 @@ class TestClient:
     def check_faults(self) -> None:
         """Raises: UnexpectedFaults, when failures came, or still come of what was sent, that were not taken."""
         if not self._any_allowed:
-            self.settle()
+            self.settle(_SETTLE_LIMIT_S)
         with self._faults.lock:
             left, self._faults.unexpected = self._faults.unexpected, []
         if left and not self._any_allowed:

@@ -224,12 +224,12 @@ def test_after_the_close_nothing_is_waited_for(quick_net: Net) -> None:
     b.handlers["never"] = lambda envelope: None
     pending = a.request(b.proc_id, "never")
     until(lambda: peer(a, b).state is State.UP)
-    a.close(1.0)
+    a.close(LIMIT_S)
 
-    assert isinstance(pending.exception(1.0), gateway_module.PeerGone)
-    assert isinstance(a.request(b.proc_id, "never").exception(1.0), gateway_module.PeerGone)
+    assert isinstance(pending.exception(LIMIT_S), gateway_module.PeerGone)
+    assert isinstance(a.request(b.proc_id, "never").exception(LIMIT_S), gateway_module.PeerGone)
     stranger = ProcId(Uid.instance("x"), "inproc://nowhere")
-    assert isinstance(a.request(stranger, "never").exception(1.0), gateway_module.PeerGone)
+    assert isinstance(a.request(stranger, "never").exception(LIMIT_S), gateway_module.PeerGone)
 
 
 def test_an_address_behind_a_keeper_is_asked_for(net: Net) -> None:
@@ -282,7 +282,7 @@ def test_the_last_words_of_a_process_that_has_ended_come_before_its_end(
         faults.release()
         until(lambda: heard.got)
         assert not order and not heard.gone
-        child.close(1.0)
+        child.close(LIMIT_S)
     until(lambda: order)
     assert order == ["last words" if end == "arrives" else ""]
     assert heard.gone == [(child.key, down)]
@@ -392,8 +392,8 @@ def test_the_gateway_leaves_nothing_behind(net: Net) -> None:
         number, at_b = net.port(b)
         send(a, b, number, b"x")
         until(lambda: at_b.got)
-        a.close(1.0)
-        b.close(1.0)
+        a.close(LIMIT_S)
+        b.close(LIMIT_S)
         net.procs.clear()
 
     threads = set(threading.enumerate())  # other tests' clients may have some
@@ -602,7 +602,7 @@ def test_a_monitor_of_a_remote_actor_hears_of_its_process(net: Net) -> None:
     cancelled = a.watch(ActorId(b.proc_id, 78, "y"), lambda down: heard.append(Down("failed", "never")))
     cancelled()
     until(lambda: (b.key, 77) and (b.key in a.gateway.peers) and b.monitors.watched() == 2)
-    b.close(1.0)
+    b.close(LIMIT_S)
     until(lambda: heard)
     assert len(heard) == 1 and heard[0].stopped
 

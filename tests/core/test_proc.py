@@ -66,7 +66,7 @@ def test_a_request_to_a_process_that_ends_fails_with_the_reason(net: Net) -> Non
     b.handlers["never"] = lambda envelope: asked.set()
     pending = a.request(b.proc_id, "never")
     assert asked.wait(LIMIT_S)
-    b.close(1.0)
+    b.close(LIMIT_S)
     error = pending.exception(LIMIT_S)
 
     assert isinstance(error, PeerGone) and error.down.stopped and not a.ports

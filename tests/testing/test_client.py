@@ -86,8 +86,11 @@ def test_an_unexpected_failure_fails_the_block() -> None:
     ("transport", "last_line"),
     [("inproc", "leave"), ("ipc", "crash"), pytest.param("ipc", "leave", marks=pytest.mark.slow)],
 )
-def test_a_failure_of_the_last_line_fails_the_block(transport: str, last_line: str) -> None:
+def test_a_failure_of_the_last_line_fails_the_block(
+    transport: str, last_line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also when the actor has much to do before it."""
+    monkeypatch.setattr("monarch.testing.client._SETTLE_LIMIT_S", 30.0)
 
     class Frail(Actor):
         @endpoint

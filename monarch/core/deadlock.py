@@ -91,6 +91,13 @@ class Wait:
         else:
             self._served.instance.post_control(self._look)
 
+    def holds_up(self, instance: Instance) -> bool:
+        """Whether that actor serves no further call before the answer is there. From any thread."""
+        if self._served.instance is not instance:
+            return False
+        exclusive = [each for each in tuple(instance.serving) if each.exclusive]
+        return self._blocked or any(_depends(each.task, task) for each in exclusive for task in tuple(self._tasks))
+
     # ---- on the thread that waits
 
     def begin(self, task: asyncio.Task[Any] | None) -> None:
@@ -162,7 +169,7 @@ def _depends(task: Any, other: asyncio.Task[Any]) -> bool:
 
 def refuse(instance: Instance, probe: Probe) -> None:
     """The cycle is closed: the newcomer is taken out of the queue, and answered with the error."""
-    envelope = instance.mailbox.withdraw(probe.newcomer)
+    envelope = instance.withdraw(probe.newcomer)
     if envelope is None:
         return
     links = links_of(envelope.chain)

@@ -129,6 +129,7 @@ class Instance(Sender):
         super().__init__(proc, actor_id)
         self.signal = Signal()
         self.mailbox = Mailbox(self.signal)
+        self._weigh_at_bytes = proc.room.limit_bytes
         self.phase = Phase.BORN
         self.down: Down | None = None
         self.serving: list[Served] = []
@@ -150,7 +151,10 @@ class Instance(Sender):
 
     def post(self, envelope: Envelope) -> Down | None:
         """Queue a call; returns why it is refused, if it is."""
-        down = self.mailbox.put(envelope)
+        mailbox = self.mailbox
+        down = mailbox.put(envelope)
+        if mailbox.come_bytes > self._weigh_at_bytes:
+            self._weigh_at_bytes = self.proc_runtime.room.arrived(self, envelope)
         if envelope.chain and down is None:
             deadlock.suspect(self, envelope)
         return down
@@ -160,10 +164,17 @@ class Instance(Sender):
         finds it in `Served.cancelled`."""
         # First the mark, then the look into the queue: the actor's thread takes from there, then looks for marks.
         self._cancelled.add(call)
-        if self.mailbox.withdraw(call) is not None:
+        if self.withdraw(call) is not None:
             self._cancelled.discard(call)
         else:
             self.mailbox.control(lambda: self._interrupt(call))
+
+    def withdraw(self, call: CallKey) -> Envelope | None:
+        """Take a call out of the queue; None when it is not there (any more)."""
+        found = self.mailbox.withdraw(call)
+        if found is not None and self.mailbox.told_full:
+            self.proc_runtime.room.taken(self, found)
+        return found
 
     @property
     def engaged(self) -> bool:
@@ -309,6 +320,8 @@ class Instance(Sender):
                 if self._stopping is not None:
                     self.end(self._stopping)
                 return
+            if mailbox.told_full:
+                self.proc_runtime.room.taken(self, envelope)
             self._serve(envelope)
             if self._loop._ready:  # type: ignore[attr-defined]
                 return  # let asyncio have its turn
@@ -375,6 +388,7 @@ class Instance(Sender):
             behavior.abandon(self._current_envelope, down)
         for envelope in self.mailbox.drain():
             behavior.abandon(envelope, down)
+        self.proc_runtime.room.ended(self)
         for task, envelope in list(self._concurrent.items()):
             task.cancel()
             if envelope.reply_port:

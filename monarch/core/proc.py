@@ -25,6 +25,7 @@ from monarch.core.instance import Instance, Sender
 from monarch.core.monitor import Down, Monitors
 from monarch.core.peer import Peer, State
 from monarch.core.relay import Relay
+from monarch.core.room import Room
 from monarch.log import get_logger
 from monarch.transports import memory
 from monarch.transports.base import Buffer, Transport
@@ -116,6 +117,7 @@ class Proc:
         self.wait_for_room = self.gateway.wait_for_room
         self._shared = transport.memory
         self._for_one = self._memory_for(1) if self._shared is not None else None
+        self.room = Room(self, self.gateway.limits.mailbox_bytes)
         inquiries.install(self)
 
     @property
@@ -337,6 +339,7 @@ class Proc:
             self.actors.pop(number, None)
         for envelope in instance.mailbox.drain():
             self.bounce(envelope, down)
+        self.room.ended(instance)
 
     def why_ending(self, number: int) -> Down | None:
         """Why an actor of this process has ended or is about to; set before anybody is told."""
@@ -347,6 +350,7 @@ class Proc:
 
     def _on_gone(self, peer: Peer, down: Down) -> None:
         key = peer.key
+        self.room.forget(key)
         self.monitors.fire((key, 0), down)
         for sink in list(self.ports.values()):
             try:

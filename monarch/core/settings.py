@@ -390,6 +390,13 @@ SETTINGS: Final[Mapping[str, Setting]] = {
             "send_buffer_bytes", Int(1), 256 << 20, "How much may queue for one peer before its senders wait.", _OURS
         ),
         Setting(
+            "mailbox_bytes",
+            Int(1),
+            256 << 20,
+            "How much may queue for one actor before those who call it wait for it; a message counts 1 KiB more.",
+            _OURS,
+        ),
+        Setting(
             "preload",
             Modules(),
             "auto",
@@ -452,6 +459,7 @@ IntName = Literal[
     "message_ack_every_n_messages",
     "message_ttl_default",
     "codec_max_frame_length",
+    "mailbox_bytes",
     "send_buffer_bytes",
     "tail_log_lines",
     "shared_memory_bytes",

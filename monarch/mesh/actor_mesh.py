@@ -207,6 +207,9 @@ class ActorMesh(MeshView, Generic[A]):
             runtime.wait_for_room([self._targets[rank][0] for rank in ranks])
             if branches:
                 runtime.relay.wait_for_room(branches)
+            if runtime.room.full:
+                for key, _ in self._targets if only is None else (self._targets[only],):
+                    runtime.room.wait(key, self._number, sender, self._name)
 
     def _found_ways(self, runtime: MeshProc) -> Ways:
         """How a cast from that process reaches the members."""

@@ -100,5 +100,6 @@ def _limits() -> Limits:
         settings.get("message_ack_time_interval"),
         settings.get("message_ack_every_n_messages"),
         settings.get("send_buffer_bytes"),
+        settings.get("mailbox_bytes"),
         host_timeout_s=settings.get("host_timeout"),
     )

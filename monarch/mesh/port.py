@@ -357,6 +357,10 @@ class CallSink:
     def wait_of(self, future: Future[Any]) -> Wait | None:
         return self.wait
 
+    def unanswered(self) -> list[tuple[int, int]]:
+        """(process, number) of the actors that have not answered."""
+        return [(self._members.keys[rank], self._members.number) for rank in self._left()]
+
     def explain(self, limit_s: float) -> str:
         return pending.explain(self._runtime, self._members, self.number, self._left(), limit_s)
 

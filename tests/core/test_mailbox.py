@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from monarch.core.driver import Signal
 from monarch.core.envelope import Envelope, Flag, Kind
-from monarch.core.mailbox import Mailbox
+from monarch.core.mailbox import Mailbox, size_of
 from monarch.core.monitor import Down
 
 _DOWN = Down("stopped", "it was stopped")
@@ -213,3 +213,35 @@ def test_what_is_to_come_behind_a_sender_does_not_wait_for_one_that_is_gone() ->
     mailbox.close(_DOWN)
     mailbox.when_at((7, 1), 9, lambda: done.append(7))
     assert done == [5, 6, 7]
+
+
+def test_it_knows_about_what_it_holds() -> None:
+    """Also what waits for an earlier message, and not what was taken or withdrawn since it was weighed last."""
+    mailbox = Mailbox(Signal())
+    sizes = [0, 100, 70_000]
+    for seq, size_bytes in enumerate(sizes):
+        envelope = _message(1, seq)
+        envelope.parts = [b"head", bytes(size_bytes)]
+        envelope.reply_port = 10 + seq
+        mailbox.put(envelope)
+    late = _message(2, 1)
+    late.parts = [bytes(500)]
+    mailbox.put(late)
+    whole = mailbox.weigh()
+    assert whole == mailbox.come_bytes == sum(sizes) + 3 * 4 + 500 + 4 * 1024
+
+    first = mailbox.take()
+    assert first is not None and mailbox.come_bytes == whole  # an upper limit
+    assert mailbox.lighten(size_of(first)) == whole - 1024 - 4
+    assert mailbox.withdraw((5, 12)) is not None
+    assert mailbox.weigh() == 100 + 4 + 500 + 2 * 1024
+    mailbox.take()
+    assert mailbox.lighten(0) == 0  # nothing is left that can be taken
+
+
+def test_it_forgets_who_is_to_hear_of_room_with_his_process() -> None:
+    mailbox = Mailbox(Signal())
+    mailbox.told_full |= {5, 6}
+    mailbox.forget_sender(5)
+
+    assert mailbox.told_full == {6}

@@ -49,6 +49,7 @@ def test_the_defaults_are_those_of_the_table(table):
         "breakpoints": True,
         "poison_failed_procs": False,
         "send_buffer_bytes": 268435456,
+        "mailbox_bytes": 268435456,
         "rdma_path": "auto",
         "rdma_allow_tcp_fallback": True,
         "rdma_disable_ibverbs": False,
@@ -83,6 +84,7 @@ def test_every_setting_accepts_its_default_as_it_is_and_says_what_it_means(setti
         ("default_transport", "MONARCH_TRANSPORT"),
         ("link_driver", "MONARCH_LINK_DRIVER"),
         ("send_buffer_bytes", "MONARCH_SEND_BUFFER_BYTES"),
+        ("mailbox_bytes", "MONARCH_MAILBOX_BYTES"),
         ("preload", "MONARCH_PRELOAD"),
     ],
 )

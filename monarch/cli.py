@@ -231,7 +231,7 @@ def _demo_train(args: argparse.Namespace) -> int:
 def _rdma_check(args: argparse.Namespace) -> int:
     settings = import_module("monarch.core.settings")
     target = args.target or settings.get("rdma_ibverbs_target")
-    import_module("monarch.verbs.node").prefer(target)
+    import_module("monarch.verbs.node").prefer(target, settings.get("rdma_binding"))
     report = import_module("monarch.onesided.check").Report()
     for line in report.lines():
         print(line, flush=True)

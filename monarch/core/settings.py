@@ -433,6 +433,13 @@ SETTINGS: Final[Mapping[str, Setting]] = {
             _OURS,
         ),
         Setting(
+            "rdma_binding",
+            Choice(("auto", "pyverbs", "ibverbs")),
+            "auto",
+            "The binding to libibverbs; `auto`: pyverbs where it can be imported, else ibverbs.",
+            _OURS,
+        ),
+        Setting(
             "rdma_cq_busy_poll_window",
             Duration(),
             "0s",
@@ -476,7 +483,14 @@ BoolName = Literal[
     "rdma_disable_ibverbs",
 ]
 StrName = Literal[
-    "advertise_host", "default_transport", "link_driver", "stack_signal", "preload", "rdma_path", "rdma_ibverbs_target"
+    "advertise_host",
+    "default_transport",
+    "link_driver",
+    "stack_signal",
+    "preload",
+    "rdma_path",
+    "rdma_ibverbs_target",
+    "rdma_binding",
 ]
 
 

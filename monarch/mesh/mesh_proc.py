@@ -49,6 +49,7 @@ class MeshProc(Proc):
             transport.memory.limit_bytes = settings.get("shared_memory_bytes")
         prefer_device(
             settings.get("rdma_ibverbs_target"),
+            settings.get("rdma_binding"),
             "rdma_disable_ibverbs is set" if settings.get("rdma_disable_ibverbs") else "",
         )
         self.cleanup_timeout_s = settings.get("cleanup_timeout")

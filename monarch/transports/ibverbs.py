@@ -103,7 +103,12 @@ def _link(stream: VerbsStream, control: socket.socket, peer: str) -> StreamLink:
     control.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     control.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
     control.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_S)
-    return StreamLink(stream, peer, room_event=select.POLLIN)  # type: ignore[arg-type]
+    return StreamLink(
+        stream,  # type: ignore[arg-type]
+        peer,
+        room_event=select.POLLIN,
+        send_lock=stream.lock,
+    )
 
 
 def _connect(address: Url, shown: str, deadline_s: float) -> socket.socket:

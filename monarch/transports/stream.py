@@ -20,7 +20,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from itertools import islice
 from typing import Final
 
@@ -93,11 +93,11 @@ class StreamLink:
     _decoder: FrameDecoder = field(factory=FrameDecoder)
     _encode: Callable[[Sequence[Sequence[Buffer]]], list[Buffer]] = encode_joined
     _room_event: int = select.POLLOUT  # how the descriptor says that there is room again
+    _send_lock: AbstractContextManager[bool, None] = field(factory=threading.Lock)  # the receiver answers a goodbye
     _out: deque[Buffer] = field(factory=deque, init=False)
     _out_bytes: int = field(default=0, init=False)
     _end: TransportError | ProtocolError | None = field(default=None, init=False)
     _is_shut: bool = field(default=False, init=False)  # our goodbye is out, or nothing may be sent any more
-    _send_lock: threading.Lock = field(factory=threading.Lock, init=False)  # the receiving side answers a goodbye
     _fd: int = field(init=False)
 
     def __attrs_post_init__(self) -> None:

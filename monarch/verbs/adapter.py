@@ -6,11 +6,10 @@ each queue pair. Only what says so blocks.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from enum import Enum
 from importlib import import_module
-from typing import Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from attrs import define
 
@@ -24,6 +23,8 @@ class Opcode(Enum):
     FETCH_ADD = "fetch_add"
     COMPARE_AND_SWAP = "compare_and_swap"
 
+
+POLLED: Final = 16
 
 SUCCESS: Final = 0
 FLUSHED: Final = 5
@@ -44,8 +45,7 @@ _STATUS: Final = {
 }
 
 
-@define(frozen=True, slots=True)
-class Completion:
+class Completion(NamedTuple):
     """The end of a work request."""
 
     wr_id: int
@@ -103,7 +103,11 @@ class QueuePair(Protocol):
         """INIT, RTR, RTS. Blocks while the kernel resolves the peer: a second where a first request is lost."""
         ...
 
-    def post_recv(self, wr_id: int, address: int, size_bytes: int, lkey: int) -> None: ...
+    def receive(self, wr_id: int, address: int, size_bytes: int, lkey: int) -> Any:
+        """A request for `post_recv`, to be posted any number of times."""
+        ...
+
+    def post_recv(self, receive: Any) -> None: ...
 
     def post_send(
         self,
@@ -116,16 +120,21 @@ class QueuePair(Protocol):
         rkey: int = 0,
         compare_add: int = 0,
         swap: int = 0,
-    ) -> None: ...
+        signalled: bool = True,
+    ) -> None:
+        """Unless it is `signalled`, it completes silently, with the next one that is; an error is told in any case."""
+        ...
 
-    def poll(self) -> list[Completion]: ...
+    def poll(self) -> list[Completion]:
+        """What has completed, `POLLED` at most."""
+        ...
 
     def arm(self) -> None:
         """Have the next completion make an event."""
         ...
 
-    def take_event(self) -> None:
-        """Take one event. Only when the descriptor is readable: it would block."""
+    def take_event(self) -> bool:
+        """Take one event; False when there is none."""
         ...
 
     def to_error(self) -> None:
@@ -167,17 +176,14 @@ _BINDINGS: Final = {
 }
 
 
-def find_binding() -> Binding:
-    """pyverbs where it can be imported, else ibverbs. `MONARCH_RDMA_BINDING` names one.
+def find_binding(wanted: str = "auto") -> Binding:
+    """The one that is wanted; of all, the first that can be imported.
 
     Raises:
         NotViable: there is none that works, and why not.
     """
-    wanted = os.environ.get("MONARCH_RDMA_BINDING")
-    if wanted and wanted not in _BINDINGS:
-        raise NotViable(f"MONARCH_RDMA_BINDING is {wanted!r}; it can be {' or '.join(_BINDINGS)}")
     refused = []
-    for name in [wanted] if wanted else _BINDINGS:
+    for name in _BINDINGS if wanted == "auto" else [wanted]:
         module, source = _BINDINGS[name]
         try:
             binding: Binding = import_module(module).load()

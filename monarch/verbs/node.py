@@ -35,10 +35,10 @@ class Node:
         binding: the name of the binding to libibverbs.
     """
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, binding_name: str = "auto") -> None:
         """Raises: NotViable, with the reason in words."""
         self.choice = _choose(target)
-        binding = find_binding()
+        binding = find_binding(binding_name)
         self.binding = binding.name
         try:
             self.device = binding.open_device(self.choice.port.device, self.choice.port.number)
@@ -111,19 +111,19 @@ def _choose(target: str) -> devices.Choice:
         time.sleep(0.05)
 
 
-_nodes: dict[str, Node | NotViable] = {}
+_nodes: dict[tuple[str, str], Node | NotViable] = {}
 _lock = threading.Lock()
 
 
 _opened: list[str] = []  # devices that this process has used
-_target = ""
+_preferred = ("", "auto")
 _disabled = ""
 
 
-def prefer(target: str, disabled: str = "") -> None:
-    """Which device `node` takes from now on (see `devices.choose`), or why it takes none."""
-    global _target, _disabled
-    _target, _disabled = target, disabled
+def prefer(target: str, binding: str, disabled: str = "") -> None:
+    """Which device and binding `node` takes from now on (see `devices.choose` and `find_binding`), or why none."""
+    global _preferred, _disabled
+    _preferred, _disabled = (target, binding), disabled
 
 
 def node() -> Node:
@@ -134,15 +134,15 @@ def node() -> Node:
     """
     if _disabled:
         raise NotViable(_disabled)
-    target = _target
+    preferred = _preferred
     with _lock:
-        found = _nodes.get(target)
+        found = _nodes.get(preferred)
         if found is None:
             try:
-                found = Node(target)
+                found = Node(*preferred)
             except NotViable as error:
                 found = error
-            _nodes[target] = found
+            _nodes[preferred] = found
     if isinstance(found, NotViable):
         raise NotViable(str(found))
     return found

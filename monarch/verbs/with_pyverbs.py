@@ -1,18 +1,20 @@
 """The adapter over rdma-core's own binding, pyverbs, in the versions that distributions have.
 
 What it takes care of: importing pyverbs gives the root logger a handler and a level, which are taken back. Work
-requests leak when they are dropped, so each queue pair has one for sending, and one for each slot of receiving. Older
+requests leak when they are dropped, so each queue pair has one for sending, and receives are made once. Older
 versions do not tell the descriptor of a completion channel, so it is looked for. Every call holds the interpreter lock.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from importlib import import_module
 from typing import Any
 
-from monarch.verbs.adapter import Binding, Completion, Opcode, Peer, QueuePair, Region, Timing
+from monarch.verbs import alike
+from monarch.verbs.adapter import POLLED, Binding, Completion, Opcode, Peer, QueuePair, Region, Timing
 
 
 def load() -> Binding:
@@ -45,21 +47,18 @@ class _Pyverbs:
         self.Error: type[Exception] = import_module("pyverbs.pyverbs_error").PyverbsRDMAError
 
 
-class _Device:
+class _Device(alike.Device):
     def __init__(self, parts: _Pyverbs, device: str, port: int) -> None:
-        self._parts, self._port = parts, port
+        self._parts = parts
         e = parts.e
         self.access = (
             e.IBV_ACCESS_LOCAL_WRITE | e.IBV_ACCESS_REMOTE_WRITE | e.IBV_ACCESS_REMOTE_READ | e.IBV_ACCESS_REMOTE_ATOMIC
         )
         try:
-            self.context = parts.Context(name=device)
-            self.pd = parts.PD(self.context)
+            context = parts.Context(name=device)
+            super().__init__(context, parts.PD(context), port)
         except parts.Error as error:
             raise OSError(getattr(error, "error_code", 0), str(error)) from error
-
-    def mtu(self) -> int:
-        return int(self.context.query_port(self._port).active_mtu)
 
     def register(self, address: int, size_bytes: int) -> Region:
         try:
@@ -69,26 +68,21 @@ class _Device:
         return region
 
     def queue_pair(self, depth: int) -> QueuePair:
-        return _QueuePair(self._parts, self, self._port, depth)
-
-    def close(self) -> None:
-        self.pd.close()
-        self.context.close()
+        return _QueuePair(self._parts, self, depth)
 
 
-class _QueuePair:
-    def __init__(self, parts: _Pyverbs, device: _Device, port: int, depth: int) -> None:
-        self._parts, self._port, self._access = parts, port, device.access
+class _QueuePair(alike.Pair):
+    def __init__(self, parts: _Pyverbs, device: _Device, depth: int) -> None:
+        self._parts, self._port, self._access = parts, device.port, device.access
         e = parts.e
         before = _event_descriptors()
-        self._channel = parts.CompChannel(device.context)
-        known = getattr(self._channel, "fd", None)
-        self._fd: int = known if known is not None else (_event_descriptors() - before).pop()
-        self._cq = parts.CQ(device.context, 2 * depth, channel=self._channel)
+        channel = parts.CompChannel(device.context)
+        known = getattr(channel, "fd", None)
+        fd: int = known if known is not None else (_event_descriptors() - before).pop()
+        cq = parts.CQ(device.context, 2 * depth, channel=channel)
         cap = parts.QPCap(max_send_wr=depth, max_recv_wr=depth, max_send_sge=1, max_recv_sge=1, max_inline_data=0)
-        attributes = parts.QPInitAttr(qp_type=e.IBV_QPT_RC, scq=self._cq, rcq=self._cq, cap=cap)
-        self._qp = parts.QP(device.pd, attributes)
-        self.number = int(self._qp.qp_num)
+        attributes = parts.QPInitAttr(qp_type=e.IBV_QPT_RC, scq=cq, rcq=cq, cap=cap)
+        super().__init__(channel, fd, cq, parts.QP(device.pd, attributes))
         self._opcodes = {
             Opcode.SEND: e.IBV_WR_SEND,
             Opcode.WRITE: e.IBV_WR_RDMA_WRITE,
@@ -97,19 +91,16 @@ class _QueuePair:
             Opcode.COMPARE_AND_SWAP: e.IBV_WR_ATOMIC_CMP_AND_SWP,
         }
         # Given `sg_list`, a SendWR reads the memory of this SGE, which may then be set anew; neither may be closed.
+        self._signalled = e.IBV_SEND_SIGNALED
         self._sge = parts.SGE(0, 0, 0)
-        self._request = parts.SendWR(num_sge=1, sg=[self._sge], send_flags=e.IBV_SEND_SIGNALED)
+        self._request = parts.SendWR(num_sge=1, sg=[self._sge], send_flags=self._signalled)
         self._request.sg_list = self._sge
-        self._receives: dict[int, Any] = {}
-
-    def fileno(self) -> int:
-        return self._fd
 
     def connect(self, peer: Peer, gid_index: int, hop_limit: int, psn: int, mtu: int, timing: Timing) -> None:
         parts = self._parts
         attributes = parts.QPAttr(port_num=self._port)
         attributes.qp_access_flags = self._access
-        self._qp.to_init(attributes)
+        self.qp.to_init(attributes)
         attributes = parts.QPAttr(port_num=self._port)
         if peer.gid:
             route = parts.GlobalRoute(dgid=parts.GID(peer.gid), sgid_index=gid_index, hop_limit=hop_limit)
@@ -122,17 +113,14 @@ class _QueuePair:
         attributes.timeout, attributes.retry_cnt = timing.timeout, timing.retries
         attributes.rnr_retry = timing.rnr_retries
         try:
-            self._qp.to_rtr(attributes)
-            self._qp.to_rts(attributes)
+            self.qp.to_rtr(attributes)
+            self.qp.to_rts(attributes)
         except parts.Error as error:
             raise OSError(getattr(error, "error_code", 0), str(error)) from error
 
-    def post_recv(self, wr_id: int, address: int, size_bytes: int, lkey: int) -> None:
-        request = self._receives.get(wr_id)
-        if request is None:
-            sge = self._parts.SGE(address, size_bytes, lkey)
-            request = self._receives[wr_id] = self._parts.RecvWR(wr_id=wr_id, num_sge=1, sg=[sge])
-        self._qp.post_recv(request)
+    def receive(self, wr_id: int, address: int, size_bytes: int, lkey: int) -> Any:
+        sge = self._parts.SGE(address, size_bytes, lkey)
+        return self._parts.RecvWR(wr_id=wr_id, num_sge=1, sg=[sge])
 
     def post_send(
         self,
@@ -145,35 +133,36 @@ class _QueuePair:
         rkey: int = 0,
         compare_add: int = 0,
         swap: int = 0,
+        signalled: bool = True,
     ) -> None:
         sge, request = self._sge, self._request
         sge.addr, sge.length, sge.lkey = address, size_bytes, lkey
         request.wr_id, request.opcode = wr_id, self._opcodes[opcode]
+        request.send_flags = self._signalled if signalled else 0
         if opcode in (Opcode.READ, Opcode.WRITE):
             request.set_wr_rdma(rkey, remote)
         elif opcode is not Opcode.SEND:
             request.set_wr_atomic(rkey, remote, compare_add, swap)
-        self._qp.post_send(request)
+        self.qp.post_send(request)
 
     def poll(self) -> list[Completion]:
-        count, found = self._cq.poll(16)
+        count, found = self.cq.poll(POLLED)
         return [Completion(done.wr_id, int(done.status), done.byte_len) for done in found[:count]]
 
-    def arm(self) -> None:
-        self._cq.req_notify()
-
-    def take_event(self) -> None:
-        self._channel.get_cq_event(self._cq)
-        self._cq.ack_events(1)
+    def take_event(self) -> bool:
+        try:
+            self.channel.get_cq_event(self.cq)
+        except self._parts.Error as error:
+            if getattr(error, "error_code", 0) != errno.EAGAIN:
+                raise
+            return False
+        self.cq.ack_events(1)
+        return True
 
     def to_error(self) -> None:
         attributes = self._parts.QPAttr()
         attributes.qp_state = self._parts.e.IBV_QPS_ERR
-        self._qp.modify(attributes, self._parts.e.IBV_QP_STATE)
-
-    def close(self) -> None:
-        for part in (self._qp, self._cq, self._channel):
-            part.close()
+        self.qp.modify(attributes, self._parts.e.IBV_QP_STATE)
 
 
 def _event_descriptors() -> set[int]:

@@ -54,6 +54,7 @@ def test_the_defaults_are_those_of_the_table(table):
         "rdma_allow_tcp_fallback": True,
         "rdma_disable_ibverbs": False,
         "rdma_ibverbs_target": "",
+        "rdma_binding": "auto",
         "rdma_cq_busy_poll_window": "0s",
         "stack_signal": "SIGURG",
         "preload": "auto",

@@ -9,9 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from monarch.core import settings
 from monarch.errors import MonarchError
 from monarch.transports.base import Buffer, Frame, Link, Listener, Transport
+from monarch.verbs.node import prefer
 
+prefer("", settings.get("rdma_binding"))  # as the processes of a mesh do
 SECRET = b"the secret of the tests"
 WAIT_S = 20.0
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import pytest
 from attrs import define
 
+from monarch.core import settings
 from monarch.errors import TransferError
 from monarch.onesided.check import loopback
 from monarch.onesided.local import local
@@ -36,7 +37,7 @@ def device_names() -> list[str]:
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[tuple[Node, Node]]:
     names = device_names()
-    near, far = Node(f"nic:{names[0]}"), Node(f"nic:{names[-1]}")
+    near, far = (Node(f"nic:{name}", settings.get("rdma_binding")) for name in (names[0], names[-1]))
     yield near, far
     near.close()
     far.close()

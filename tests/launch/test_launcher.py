@@ -804,43 +804,37 @@ signal.pause()
     gone(pids)
 
 
-def test_close_ends_when_the_program_has_closed_every_descriptor(code_folder: Path) -> None:
-    source = f"""
+ONE_CHILD = """
 import os, select, sys
-sys.path.append({str(code_folder)!r})
+sys.path.append({code!r})
 from monarch.launch.launcher import Launcher, LaunchSpec
 launcher = Launcher()
-code = b"import signal; signal.pause()"
-child = launcher.launch(LaunchSpec("x", "launched_code:run", code, dict(os.environ)), print)
+program = b"print('up'); import signal; signal.pause()"
+child = launcher.launch(LaunchSpec("x", "launched_code:run", program, dict(os.environ)), print)
 while child.pid is None:
     select.select([launcher], [], [], 10)
     launcher.pump()
 print(child.pid, launcher._template.pid, launcher._template.guardian, flush=True)
-os.closerange(3, 1024)
-launcher.close()
 """
+
+
+def pids_in(output: str) -> list[int]:
+    return [int(word) for word in output.split() if word != "up"]
+
+
+def test_close_ends_when_the_program_has_closed_every_descriptor(code_folder: Path) -> None:
+    source = ONE_CHILD.format(code=str(code_folder)) + "os.closerange(3, 1024)\nlauncher.close()\n"
     done = subprocess.run(
         [sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False
     )
 
     assert "Bad file descriptor" in done.stderr
-    gone([int(word) for word in done.stdout.split()])
+    gone(pids_in(done.stdout))
 
 
 def test_a_driver_that_falls_off_its_end_is_silent_and_leaves_nothing(code_folder: Path, tmp_path: Path) -> None:
     """Also without `close`; and no file, no segment is left."""
-    source = f"""
-import os, select, sys
-sys.path.append({str(code_folder)!r})
-from monarch.launch.launcher import Launcher, LaunchSpec
-launcher = Launcher()
-code = b"print('up'); import signal; signal.pause()"
-child = launcher.launch(LaunchSpec("x", "launched_code:run", code, dict(os.environ)), print)
-while child.pid is None:
-    select.select([launcher], [], [], 10)
-    launcher.pump()
-print(child.pid, launcher._template.pid, launcher._template.guardian, flush=True)
-"""
+    source = ONE_CHILD.format(code=str(code_folder))
     shm = set(os.listdir("/dev/shm"))
     env = {**os.environ, "TMPDIR": str(tmp_path)}
     done = subprocess.run(
@@ -853,7 +847,7 @@ print(child.pid, launcher._template.pid, launcher._template.guardian, flush=True
     )
 
     assert (done.returncode, done.stderr) == (0, "")
-    gone([int(word) for word in done.stdout.split() if word != "up"])
+    gone(pids_in(done.stdout))
     assert os.listdir(tmp_path) == []
     assert set(os.listdir("/dev/shm")) <= shm
 

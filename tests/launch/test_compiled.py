@@ -17,6 +17,7 @@ import pytest
 from monarch.launch import compiled
 from monarch.launch.compiled import CodeStore, share_compiled_code
 from monarch.launch.wire import memory_file
+from tests.forks import fork
 
 PATH = "/somewhere/module.py"
 
@@ -44,7 +45,7 @@ def value_of(code: CodeType) -> object:
 
 def in_a_fork(action: Callable[[], object]) -> int:
     """How a fork ended that ran `action`: 0 when nothing was raised."""
-    pid = os.fork()
+    pid = fork()
     if pid == 0:
         try:
             action()

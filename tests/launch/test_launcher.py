@@ -24,6 +24,7 @@ from monarch.launch.bootstrap import BootstrapCommand, default_bootstrap_cmd
 from monarch.launch.launcher import Child, Launcher
 from monarch.launch.process import EXEC_PREFIXES, Exit, LaunchSpec
 from monarch.launch.wire import explain
+from tests.forks import fork
 from tests.until import until
 
 pytestmark = pytest.mark.skipif(not linux.LINUX, reason="process guarding is written for Linux")
@@ -975,7 +976,7 @@ def test_shared_memory_of_a_killed_process_is_removed(bench: Bench, events: Even
 def test_a_fork_of_the_driver_can_start_nothing_and_its_end_kills_nobody(own_bench: Bench, events: Events) -> None:
     child = own_bench.start(f"import launched_code, signal; launched_code.say({events.path!r}, 'up'); signal.pause()")
     events.next()
-    pid = os.fork()
+    pid = fork()
     if pid == 0:
         status = 1
         try:

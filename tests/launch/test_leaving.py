@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from monarch.launch.leaving import disown_finalizers, run_and_leave
+from tests.forks import fork
 
 
 class Thing:
@@ -22,7 +23,7 @@ def test_a_fork_finalizes_its_own_things_only() -> None:
     before = {each for each in list(weakref.finalize._registry) if each.atexit}  # type: ignore[attr-defined]
     inherited = weakref.finalize(theirs, os.write, 2, b"")
     read, write = os.pipe()
-    pid = os.fork()
+    pid = fork()
     if not pid:
         weakref.finalize(theirs, os.write, write, b"inherited ")
         disown_finalizers()
@@ -67,7 +68,7 @@ def test_the_globals_of_the_users_modules_are_let_go(
     (place / "last_words.py").write_text(LAST_WORDS.format(fd=write))
     monkeypatch.syspath_prepend(str(place))
     kept = set(sys.modules)
-    pid = os.fork()
+    pid = fork()
     if not pid:
         holders: list[object] = []
 

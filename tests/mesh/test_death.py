@@ -13,6 +13,7 @@ import pytest
 
 from monarch.actor import Actor, Channel, SupervisionError, context, endpoint, this_host
 from monarch.testing import TestClient, fresh_client, wait_until_gone
+from tests.forks import fork
 from tests.mesh.actors import Cleaner, Parent, Worker
 
 LIMIT_S = 10.0  # for what the kernel tells at once; nothing here waits for a time-out
@@ -255,7 +256,7 @@ def test_a_fork_of_the_client_gets_a_clear_error(real_client: TestClient) -> Non
     workers.echo.call(1).get(LIMIT_S)
     read, write = os.pipe()
 
-    pid = os.fork()
+    pid = fork()
     if not pid:
         text = "nothing was raised"
         try:

@@ -22,6 +22,7 @@ from monarch.verbs.adapter import Opcode, Timing
 from monarch.verbs.moves import Mover, RemoteAccess
 from monarch.verbs.node import Node, Wire
 from monarch.verbs.registrations import register
+from tests.forks import fork
 from tests.until import until
 
 pytestmark = [pytest.mark.rdma, pytest.mark.timeout(200)]
@@ -134,7 +135,7 @@ def test_a_transfer_ends_with_its_time(ends):
 
 def test_a_fork_leaves_the_queue_pairs_of_its_parent_alone(ends):
     """It shares their descriptors, and its end would destroy them."""
-    pid = os.fork()
+    pid = fork()
     if not pid:
         for each in ends.close:
             with contextlib.suppress(Exception):

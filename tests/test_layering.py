@@ -24,12 +24,13 @@ LAYERS = ("base", "verbs", "transports", "core", "launch", "supervision", "onesi
 BASE = ("errors", "log", "version")
 TOOLS = ("cli", "__main__", "testing", "examples")
 
-# What core may know of the transports: the Protocols, the ways to find one, and memory, never a concrete transport.
-TRANSPORTS_FOR_CORE = {"base", "memory", "url", "registry"}
+# What core may know of the transports: the Protocols, the ways to find one, memory, and names of files; never a
+# concrete transport.
+TRANSPORTS_FOR_CORE = {"base", "certificates", "memory", "url", "registry"}
 
 # Which modules may import what; "lazily" means inside a function, so that importing the module does not load it.
 OWNERS: dict[str, dict[str, str]] = {
-    "pynng": {"transports/tcp.py": "anywhere"},
+    "pynng": {"transports/nng.py": "anywhere"},
     "ibverbs": {"verbs/with_ibverbs.py": "lazily"},
     "torch": {
         "core/tensors.py": "lazily",

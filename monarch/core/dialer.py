@@ -25,6 +25,7 @@ from monarch.core.address import Place
 from monarch.core.ids import ProcId
 from monarch.core.monitor import Down
 from monarch.core.peer import Peer, State
+from monarch.errors import AuthenticationError
 from monarch.transports import url
 from monarch.transports.base import Link
 
@@ -160,6 +161,8 @@ class Dialer:
             if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE) and not peer.breaks:
                 text = f"process {uid} cannot be reached: {trouble} (see `ulimit -n`)"
                 self._end(dialing, self._unreachable(peer, text))
+            elif isinstance(error, AuthenticationError) and peer.is_new_host:
+                self._end(dialing, self._unreachable(peer, str(error)))
             elif isinstance(error, TimeoutError):
                 self._silent(dialing, address, trouble)
             else:

@@ -43,24 +43,25 @@ class ChannelTransport(Enum):
     Unix = "Unix"
 
     def transport(self) -> str:
-        """Our transport that does this: "tcp", "ipc" or "inproc".
+        """Our transport that does this: "tcp", "tls+tcp", "ipc" or "inproc".
 
         Raises:
             UnsupportedTransport: there is none.
         """
         if self not in _CHANNELS:
-            raise UnsupportedTransport(f"{self}: {_NO_TLS}")
+            raise UnsupportedTransport(f"{self}: {_NOT_METAS}")
         return _CHANNELS[self]
 
 
 _CHANNELS: Final = {
     ChannelTransport.TcpWithLocalhost: "tcp",
     ChannelTransport.TcpWithHostname: "tcp",
+    ChannelTransport.Tls: "tls+tcp",
     ChannelTransport.Unix: "ipc",
     ChannelTransport.Local: "inproc",
 }
-_NO_TLS: Final = "TLS is no transport of its own here, and Meta's certificates exist only at Meta; use tcp"
-TRANSPORTS: Final = ("auto", "inproc", "ipc", "tcp", "shm", "ibverbs")
+_NOT_METAS: Final = "Meta's certificates exist only at Meta; use tcp, or tls+tcp with certificates of your own"
+TRANSPORTS: Final = ("auto", "inproc", "ipc", "tcp", "tls+tcp", "shm", "ibverbs")
 
 
 class Encoding(Enum):
@@ -197,8 +198,10 @@ class TransportChoice:
             return value
         if not isinstance(value, str):
             raise TypeError(f"expected a ChannelTransport or a string, not {value!r}")
-        if value.lower() in ("tls", "metatls", "metatls-hostname"):
-            raise UnsupportedTransport(f"{value!r}: {_NO_TLS}")
+        if value.lower() in ("metatls", "metatls-hostname"):
+            raise UnsupportedTransport(f"{value!r}: {_NOT_METAS}")
+        if value.lower() == "tls":
+            return "tls+tcp"
         scheme, separator, rest = value.partition("://")
         if value in TRANSPORTS or (separator and rest and scheme in TRANSPORTS and scheme != "auto"):
             return value
@@ -304,6 +307,15 @@ SETTINGS: Final[Mapping[str, Setting]] = {
             "The name or address of this host that others are told; empty: the one that the kernel sends from.",
             _OURS,
         ),
+        Setting(
+            "hyperactor_tls_cert",
+            Text(),
+            "",
+            "For tls+tcp: the file (PEM) of this host's certificate. Like the next two, never handed to other hosts.",
+            "",
+        ),
+        Setting("hyperactor_tls_key", Text(), "", "The file of that certificate's private key.", ""),
+        Setting("hyperactor_tls_ca", Text(), "", "The file of the authority that signs the certificates of all.", ""),
         Setting(
             "mesh_proc_spawn_max_idle",
             Duration(),
@@ -485,12 +497,15 @@ BoolName = Literal[
 StrName = Literal[
     "advertise_host",
     "default_transport",
+    "hyperactor_tls_ca",
+    "hyperactor_tls_cert",
+    "hyperactor_tls_key",
     "link_driver",
-    "stack_signal",
     "preload",
-    "rdma_path",
-    "rdma_ibverbs_target",
     "rdma_binding",
+    "rdma_ibverbs_target",
+    "rdma_path",
+    "stack_signal",
 ]
 
 

@@ -28,14 +28,20 @@ from monarch.mesh.host_mesh import HostMesh
 from monarch.mesh.mesh_proc import MeshProc
 from monarch.mesh.network import address_towards
 from monarch.mesh.shape import Region, Slice
-from monarch.mesh.trust import NoSecret, shared_secret
+from monarch.mesh.trust import NoSecret, shared_secret, show_certificates
 from monarch.mesh.worker import TRUST_ALL, check_ca
 from monarch.transports import registry
-from monarch.transports.url import parse
+from monarch.transports.url import Url, parse
 
 log = get_logger("monarch.attach")
 
-_OWN_HOST = ("advertise_host", "default_transport")  # settings that mean the client's host alone
+_OWN_HOST = (
+    "advertise_host",
+    "default_transport",
+    "hyperactor_tls_ca",
+    "hyperactor_tls_cert",
+    "hyperactor_tls_key",
+)  # settings that mean the client's host alone
 
 
 class Attachment:
@@ -104,12 +110,19 @@ def _be_reachable(runtime: MeshProc, url: str, secret: bytes | None) -> None:
     with _opening:
         if runtime.gateway.ways.secrets.get(domain, secret) != secret:
             raise NoSecret(f"{url}: this program has attached to other hosts with another secret; there can be one")
-        if any(place.domain == domain for place in runtime.gateway.places):
+        show_certificates()
+        dialed = parse(url)
+        opened = [place for place in runtime.gateway.places if place.domain == domain]
+        if opened:
+            if domain == EVERYWHERE and parse(opened[0].url).scheme != dialed.scheme:
+                raise ValueError(
+                    f"{url}: this program has attached to other hosts by {parse(opened[0].url).scheme}, and their "
+                    "processes would talk to those of this one in the clear: use one of tcp and tls+tcp for all"
+                )
             return
         if domain == EVERYWHERE:
-            dialed = parse(url)
             host = address_towards(dialed.host, dialed.port)
-            opening = f"tcp://[{host}]:0" if ":" in host else f"tcp://{host}:0"
+            opening = str(Url(dialed.scheme, host))
         else:
             opening = registry.any_address(runtime.gateway.transport.scheme)
             if opening == "inproc://":

@@ -31,6 +31,7 @@ from monarch.mesh import actor_config
 from monarch.mesh.forwarding import Forwarder, Source, make_forwarder
 from monarch.mesh.lines import Origin
 from monarch.mesh.mesh_proc import MeshProc
+from monarch.transports import registry
 
 log = get_logger("monarch.host")
 
@@ -122,7 +123,7 @@ class ProcessStarter:
             schemes: the transports that processes will use.
         """
         self._loop = loop
-        modules = [f"monarch.transports.{scheme}" for scheme in schemes]
+        modules = [registry.module(scheme) for scheme in schemes]
         self.launcher = Launcher(preload=[*_PRELOAD, *modules, *(m for s in schemes for m in _PRELOAD_FOR.get(s, ()))])
         self._loop.add_pollable(self.launcher.fileno(), self.launcher.pump)
         self._forwarder: Forwarder | None = None
@@ -187,7 +188,7 @@ class ProcessStarter:
 # What children import anyway is imported once, by the template: 18 ms less for each child. Loading pynng does not yet
 # touch nng, which must not be used before a fork; `idna` is what `connect` loads for a host's name.
 _PRELOAD = ("asyncio", "cloudpickle", "faulthandler", "socket", "monarch.actor", "monarch.mesh.child:rehearse")
-_PRELOAD_FOR = {"tcp": ("pynng",)}
+_PRELOAD_FOR = {"tcp": ("pynng",), "tls+tcp": ("pynng",)}
 
 
 @define(eq=False)

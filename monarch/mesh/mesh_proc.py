@@ -19,6 +19,7 @@ from monarch.mesh.breakpoints import Breakpoints
 from monarch.mesh.child_line import ChildBook
 from monarch.mesh.inspector import Respondent
 from monarch.mesh.ownership import Books
+from monarch.mesh.trust import show_certificates
 from monarch.transports.base import Transport
 from monarch.verbs.node import prefer as prefer_device
 
@@ -47,6 +48,7 @@ class MeshProc(Proc):
         super().__init__(proc_id, transport, secret, driver=settings.get("link_driver"), limits=_limits())
         if transport.memory is not None:
             transport.memory.limit_bytes = settings.get("shared_memory_bytes")
+        show_certificates()
         prefer_device(
             settings.get("rdma_ibverbs_target"),
             settings.get("rdma_binding"),

@@ -57,7 +57,7 @@ def advertised(url: str) -> str:
         ValueError: no address of this host can be reached by others.
     """
     parsed = parse(url)
-    if parsed.scheme != "tcp" or parsed.bind is not None or not _is_wildcard(parsed.host):
+    if parsed.scheme not in ("tcp", "tls+tcp") or parsed.bind is not None or not _is_wildcard(parsed.host):
         return url
     try:
         host = address_towards(_WORLD, 0)

@@ -5,7 +5,8 @@ connections that stay on this host prove a secret that is this user's own, in a 
 made at first use. Beyond this host nothing is opened without a secret, unless `MONARCH_INSECURE=1` says that whoever
 can connect may run code here.
 
-Secrets are no settings: they are never shown, logged, or handed on with the configuration.
+Secrets are no settings: they are never shown, logged, or handed on with the configuration. The files of certificates
+for TLS are.
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ import secrets
 import stat
 from typing import Final
 
+from monarch.core import settings
 from monarch.core.address import EVERYWHERE, domain_of
 from monarch.errors import AuthenticationError
 from monarch.log import get_logger
+from monarch.transports import certificates
+from monarch.transports.certificates import Certificates
 
 log = get_logger("monarch.trust")
 
@@ -69,6 +73,12 @@ def shared_secret(url: str) -> bytes:
         f"with `monarch secret new FILE`, copy the file to all hosts, and set {FILE_VARIABLE}=FILE on each. Where "
         f"everybody who can connect may run code on this machine, {INSECURE_VARIABLE}=1 does without"
     )
+
+
+def show_certificates() -> None:
+    """Let links over TLS use the files of the settings, as of now."""
+    get = settings.get
+    certificates.use(Certificates(get("hyperactor_tls_cert"), get("hyperactor_tls_key"), get("hyperactor_tls_ca")))
 
 
 def _configured() -> bytes | None:

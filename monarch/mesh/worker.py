@@ -31,7 +31,7 @@ from monarch.mesh.host import Boot, HostAgent, LaunchRequest, ProcessStarter
 from monarch.mesh.inspector import Collector
 from monarch.mesh.mesh_proc import MeshProc
 from monarch.mesh.network import advertised, beside
-from monarch.mesh.trust import good, shared_secret
+from monarch.mesh.trust import good, shared_secret, show_certificates
 from monarch.transports import registry
 from monarch.transports.base import Frame, Link
 from monarch.transports.url import parse
@@ -91,6 +91,7 @@ class Worker:
     """
 
     def __init__(self, address: str, secret: bytes | None = None) -> None:
+        show_certificates()
         url = parse(advertised(address))
         secret = secret if secret is not None else shared_secret(str(evolve(url.local, bind=None)))
         self._secret = secret
@@ -102,7 +103,8 @@ class Worker:
         self._transport = choice.transport
         self._poller = Poller()
         scheme = choice.transport.scheme
-        self._starter = ProcessStarter(self, [scheme, "tcp"] if self._openings and scheme != "tcp" else [scheme])
+        schemes = dict.fromkeys([scheme, url.scheme] if self._openings else [scheme])
+        self._starter = ProcessStarter(self, [*schemes])
         self._tenants: dict[str, _Tenant] = {}
         self._newcomers: dict[Link, int] = {}
         self._over = False
@@ -298,8 +300,8 @@ def run_worker_loop_forever(*, private_key: Any = None, ca: Any = TRUST_ALL, add
     Args:
         private_key: None; certificates are planned.
         ca: "trust_all_connections"; connections prove the secret nevertheless, where they can come from elsewhere.
-        address: where to listen: `tcp://HOST:PORT`, `ipc:///PATH`, `ADVERTISE@BIND`, or `tcp://HOST:fd7` for an
-            inherited socket.
+        address: where to listen: `tcp://HOST:PORT`, `tls+tcp://HOST:PORT`, `ipc:///PATH`, `ADVERTISE@BIND`, or
+            `tcp://HOST:fd7` for an inherited socket.
 
     Raises:
         NoSecret: the address can be reached from other hosts, and there is no secret.

@@ -17,6 +17,7 @@ _MODULES: Final = {
     "ipc": "monarch.transports.ipc",
     "shm": "monarch.transports.shm",
     "tcp": "monarch.transports.tcp",
+    "tls+tcp": "monarch.transports.tls",
     "ibverbs": "monarch.transports.ibverbs",
 }
 
@@ -51,6 +52,11 @@ def get(scheme: str) -> Transport:
     return transport
 
 
+def module(scheme: str) -> str:
+    """Which module has the transport of a scheme, for those who load it early."""
+    return _MODULES[scheme]
+
+
 def for_url(url: str) -> Transport:
     """The transport that serves an address. Raises what `get` and `url.parse` raise."""
     return get(parse(url).scheme)
@@ -58,7 +64,7 @@ def for_url(url: str) -> Transport:
 
 def any_address(scheme: str) -> str:
     """Where a process listens that others of its host are to reach: it picks a name or a port itself."""
-    return f"{scheme}://127.0.0.1:0" if scheme in ("tcp", "ibverbs") else f"{scheme}://"
+    return f"{scheme}://127.0.0.1:0" if scheme in ("tcp", "tls+tcp", "ibverbs") else f"{scheme}://"
 
 
 def choose(name: str = "auto") -> Choice:

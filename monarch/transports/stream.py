@@ -326,7 +326,13 @@ class _Newcomer:
     sock: socket.socket
     handshake: Handshake
     deadline_s: float
+    unsent: bytes
     greeting: bytes = b""  # what it sent after the handshake
+
+    def greet(self) -> None:
+        """Say what we say first, which fits into an empty socket; TLS comes before it, where there is any."""
+        with suppress(BlockingIOError):
+            self.unsent = self.unsent[self.sock.send(self.unsent) :] if self.unsent else b""
 
 
 @define(eq=False, repr=False)
@@ -347,6 +353,10 @@ class StreamListener:
     _greeting_bytes: int = 0
     """The dialer sends this much after the handshake, for `adopt`."""
     _is_welcome: Callable[[socket.socket], bool] = lambda sock: True
+    _wrap: Callable[[socket.socket], socket.socket] = lambda sock: sock
+    """Puts on a new, non-blocking connection what the proof is to travel in. Raises: OSError."""
+    _on_refused: Callable[[Exception], None] = lambda error: None
+    """Hears why a newcomer was turned away."""
     _on_close: Callable[[], None] = lambda: None
     _clock: Callable[[], float] = time.monotonic
     _handshake_s: float = 10.0
@@ -410,10 +420,13 @@ class StreamListener:
                 sock.close()
                 continue
             sock.setblocking(False)
-            newcomer = _Newcomer(sock, Handshake("acceptor", self._secret), self._clock() + self._handshake_s)
+            handshake = Handshake("acceptor", self._secret)
             try:
-                sock.send(newcomer.handshake.greeting)  # 42 bytes always fit into an empty socket
-            except OSError:
+                sock = self._wrap(sock)
+                newcomer = _Newcomer(sock, handshake, self._clock() + self._handshake_s, handshake.greeting)
+                newcomer.greet()
+            except OSError as error:
+                self._on_refused(error)
                 sock.close()
                 continue
             if len(self._newcomers) >= self._max_newcomers:
@@ -441,6 +454,9 @@ class StreamListener:
     def _advance(self, newcomer: _Newcomer, links: list[Link]) -> None:
         handshake, sock = newcomer.handshake, newcomer.sock
         try:
+            newcomer.greet()
+            if newcomer.unsent:
+                return
             while not handshake.done:
                 data = sock.recv(handshake.missing_bytes)
                 if not data:
@@ -455,7 +471,8 @@ class StreamListener:
                 newcomer.greeting += data
         except (BlockingIOError, InterruptedError):
             return
-        except (OSError, AuthenticationError, ProtocolError):
+        except (OSError, AuthenticationError, ProtocolError) as error:
+            self._on_refused(error)
             return self._forget(newcomer)
         self._forget(newcomer, close=False)
         try:

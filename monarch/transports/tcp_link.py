@@ -94,6 +94,10 @@ class Pair(Protocol):
         """The next message, None when there is none now. Raises LinkSevered."""
         ...
 
+    def look(self) -> None:
+        """The plain connection has ended, and nothing is left to receive: `is_gone` will tell whether this one has."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -119,6 +123,7 @@ class TcpLink:
     # Receiving.
     _incoming: Iterator[Frame | None] = field(init=False)
     _arrived_bytes: int = field(default=0, init=False)
+    _plain_has_ended: bool = field(default=False, init=False)
     # What the epoll looks for on the plain socket: the receiver and the sender both have a say.
     _mask_lock: threading.Lock = field(factory=threading.Lock, init=False)
     _mask: int = field(default=select.EPOLLRDHUP, init=False)
@@ -341,6 +346,7 @@ class TcpLink:
             if fd == self._pair.wake.fd:
                 self._pair.wake.clear()
             elif fd == self._plain.fileno() and events & (select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR):
+                self._plain_has_ended = True
                 with self._mask_lock:
                     self._mask = 0
                     self._epoll.modify(self._plain, select.EPOLLET)
@@ -348,6 +354,8 @@ class TcpLink:
         message = self._pair.recv()
         if message is None and is_gone:
             raise severed(self.peer, "it ended without a goodbye")
+        if message is None and self._plain_has_ended:
+            self._pair.look()
         return message
 
     def _answer_the_end(self) -> None:

@@ -5,6 +5,7 @@ tcp://host:port         IPv6 hosts in brackets; port 0 asks a listener to pick o
 ipc:///path/to/socket   a unix socket in the file system
 ipc://@name             a unix socket in Linux' abstract namespace; `ipc://` lets the listener pick a name
 shm:///path shm://@name as ipc: the socket that shared memory is agreed on over
+tls+tcp://host:port     as tcp, with TLS
 tcp://host:fd7          the listening socket that was inherited as descriptor 7; to listen only
 ibverbs://host:port     as tcp: where the two sides tell each other their queue pairs
 inproc://name           inside this process; `inproc://` lets the listener pick a name
@@ -22,9 +23,10 @@ from attrs import define
 
 from monarch.errors import NotViable
 
-SCHEMES = ("inproc", "ipc", "shm", "tcp", "ibverbs")
+SCHEMES = ("inproc", "ipc", "shm", "tcp", "tls+tcp", "ibverbs")
 _UNIX = ("ipc", "shm")
-_HOST_PORT = ("tcp", "ibverbs")
+_HOST_PORT = ("tcp", "tls+tcp", "ibverbs")
+_INHERITED = ("tcp", "tls+tcp")
 
 _ALIAS = re.compile(r"@(?=[a-z][a-z0-9+-]*://)")
 _SCHEME = re.compile(r"([a-z][a-z0-9+-]*)://(.*)", re.DOTALL)
@@ -32,7 +34,7 @@ _SCHEME = re.compile(r"([a-z][a-z0-9+-]*)://(.*)", re.DOTALL)
 
 @define(frozen=True)
 class Url:
-    """One parsed address. `host` and `port` are set for tcp and ibverbs, `name` for the others."""
+    """One parsed address. `host` and `port` are set for tcp, tls+tcp and ibverbs, `name` for the others."""
 
     scheme: str
     host: str = ""
@@ -106,7 +108,7 @@ def _parse_one(text: str, whole: str) -> Url:
     if scheme.startswith("metatls"):
         raise NotViable(
             f"{whole!r}: {scheme} needs certificates that only Meta's own machines have; use tcp://host:port, where "
-            "every connection proves knowledge of the job's secret"
+            "every connection proves knowledge of the job's secret, or tls+tcp://host:port with certificates of yours"
         )
     if scheme in _HOST_PORT:
         return _parse_host_port(scheme, rest, whole)
@@ -128,7 +130,7 @@ def _parse_host_port(scheme: str, rest: str, whole: str) -> Url:
     if host == "*":
         raise ValueError(f"{whole!r}: * is no host; to listen at all addresses of this host, {scheme}://0.0.0.0:PORT")
     fd_text = port_text.removeprefix("fd")
-    if scheme == "tcp" and fd_text != port_text and fd_text.isascii() and fd_text.isdigit():
+    if scheme in _INHERITED and fd_text != port_text and fd_text.isascii() and fd_text.isdigit():
         return Url(scheme, host.strip("[]"), 0, fd=int(fd_text))
     if not colon or not port_text.isascii() or not port_text.isdigit():
         raise ValueError(f"{whole!r}: expected {scheme}://HOST:PORT with a decimal port")

@@ -60,6 +60,9 @@ def test_the_defaults_are_those_of_the_table(table):
         "preload": "auto",
         "advertise_host": "",
         "host_timeout": "8s",
+        "hyperactor_tls_ca": "",
+        "hyperactor_tls_cert": "",
+        "hyperactor_tls_key": "",
         "mesh_attach_config_timeout": "1m",
         "shared_memory_bytes": 8 << 30,
         "undeliverable_fails_sender": True,
@@ -130,12 +133,17 @@ def test_the_types_that_get_promises_are_those_it_returns(table):
         ("mixed_endpoints", "true", TypeError, "True or False"),
         ("link_driver", "threads", ValueError, "thread, caller"),
         ("link_driver", None, TypeError, "thread, caller"),
-        ("default_transport", "carrier-pigeon", ValueError, "carrier-pigeon.*auto, inproc, ipc, tcp, shm, ibverbs"),
+        (
+            "default_transport",
+            "carrier-pigeon",
+            ValueError,
+            r"carrier-pigeon.*auto, inproc, ipc, tcp, tls\+tcp, shm",
+        ),
         ("default_transport", "tcp://", ValueError, "unknown transport"),
         ("default_transport", "auto://x", ValueError, "unknown transport"),
         ("default_transport", "metatls", ValueError, "use tcp"),
         ("default_transport", 42, TypeError, "ChannelTransport"),
-        ("default_transport", ChannelTransport.Tls, ValueError, "use tcp"),
+        ("default_transport", ChannelTransport.MetaTlsWithIpV6, ValueError, "use tcp"),
         ("preload", 1, TypeError, "names of modules"),
         ("preload", ["numpy", 2], TypeError, "names of modules"),
         ("preload", "numpy, my-module", ValueError, "'my-module' is no name of a module"),
@@ -201,7 +209,7 @@ def test_channel_transports_are_values():
         assert {member: 1}[member] == 1
 
 
-@pytest.mark.parametrize("name", ["Tls", "MetaTlsWithHostname", "MetaTlsWithIpV6"])
+@pytest.mark.parametrize("name", ["MetaTlsWithHostname", "MetaTlsWithIpV6"])
 def test_transports_that_we_lack_say_why(name):
     with pytest.raises(UnsupportedTransport, match=f"{name}.*use tcp") as caught:
         ChannelTransport[name].transport()

@@ -12,9 +12,21 @@ from typing import Any
 
 import pytest
 
-from monarch.actor import Actor, HostMesh, SupervisionError, attach_to_workers, current_rank, endpoint, this_host
+from monarch.actor import (
+    Actor,
+    HostMesh,
+    SupervisionError,
+    attach_to_workers,
+    context,
+    current_rank,
+    endpoint,
+    this_host,
+)
 from monarch.config import configured
+from monarch.core.address import EVERYWHERE, Place
 from monarch.testing import TestClient, fresh_client, wait_until_gone
+from monarch.transports.url import parse
+from tests.certificates import Authority, settings_of, variables
 from tests.mesh import netns
 from tests.mesh.workers import worker
 
@@ -76,6 +88,10 @@ class Member(Actor):
     @endpoint
     def pids_of(self, mesh: Any) -> list[int]:
         return [pid for _, pid in mesh.place.call().get(LIMIT_S).values()]
+
+    @endpoint
+    def listening(self) -> list[Place]:
+        return context().actor_instance.proc_runtime.gateway.places
 
     @endpoint
     def hold(self, seconds: int) -> str:
@@ -181,3 +197,62 @@ def test_tensors_are_reduced_between_hosts(hosts: HostMesh) -> None:
         large = torch.ones(1 << 20) * rank
         found = inspect([rank.reduce(None, "stack"), rank.reduce("hosts"), large.reduce()[:1]], hosts=1, gpus=0)
     assert [each.tolist() for each in found] == [[0, 1, 2, 3], 2, [6.0]]
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("authority"))
+
+
+@pytest.fixture
+def behind_tls(authority: Authority, machines: list[netns.Host]) -> Iterator[list[str]]:
+    env = SECRET | variables(authority.sign("worker"))
+    urls = [f"tls+{url_of(machine, PORT + 2)}" for machine in machines]
+    with ExitStack() as stack:
+        for url, machine in zip(urls, machines, strict=True):
+            stack.enter_context(worker(url, env, machine.prefix))
+        yield urls
+
+
+def test_all_that_hosts_say_to_each_other_is_encrypted(
+    authority: Authority, behind_tls: list[str], client: TestClient
+) -> None:
+    with fresh_client("auto", **settings_of(authority.sign("client")), cleanup_timeout="1s"):
+        hosts = attach_to_workers(workers=behind_tls)
+        there = hosts.spawn_procs().spawn("there", Member)
+        here = this_host().spawn_procs({"x": 1}).spawn("here", Member)
+        pids = [pid for _, pid in there.place.call().get(LIMIT_S).values()]
+        own = [pid for _, pid in here.place.call().get(LIMIT_S).values()]
+        assert here.pids_of.call_one(there).get(LIMIT_S) == pids
+        assert there.slice(hosts=0).pids_of.call_one(here).get(LIMIT_S) == own
+        assert there.slice(hosts=0).pids_of.call_one(there.slice(hosts=1)).get(LIMIT_S) == pids[1:]
+        assert there.slice(hosts=1).size.call_one(bytes(20 << 20)).get(LIMIT_S) == 20 << 20
+        schemes = {
+            parse(place.url).scheme
+            for host in (*there.listening.call().get(LIMIT_S).values(), here.listening.call_one().get(LIMIT_S))
+            for place in host
+            if place.domain == EVERYWHERE
+        }
+        assert schemes == {"tls+tcp"}
+
+
+def test_a_client_with_a_certificate_that_has_expired_hears_it(
+    authority: Authority, behind_tls: list[str], client: TestClient
+) -> None:
+    with fresh_client("auto", **settings_of(authority.sign("late", days=-1)), cleanup_timeout="1s"):
+        hosts = attach_to_workers(workers=behind_tls[:1])
+        with pytest.raises(RuntimeError, match="does not accept our certificate: it has expired"):
+            hosts.initialized.get(LIMIT_S)
+
+
+def test_one_client_uses_tls_for_all_hosts_or_for_none(
+    authority: Authority,
+    machines: list[netns.Host],
+    behind_tls: list[str],
+    client: TestClient,
+) -> None:
+    with fresh_client("auto", **settings_of(authority.sign("both")), cleanup_timeout="1s"):
+        assert attach_to_workers(workers=[url_of(machines[0])]).initialized.get(LIMIT_S)
+        mixed = attach_to_workers(workers=behind_tls[:1])
+        with pytest.raises(RuntimeError, match=r"use one of tcp and tls\+tcp for all"):
+            mixed.initialized.get(LIMIT_S)

@@ -23,6 +23,7 @@ ADDRESSES = {
     "ipc": "ipc://",
     "shm": "shm://",
     "tcp": "tcp://127.0.0.1:0",
+    "tls+tcp": "tls+tcp://127.0.0.1:0",
     "ibverbs": "ibverbs://127.0.0.1:0",
 }
 

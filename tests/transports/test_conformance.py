@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -13,13 +14,16 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import attrs
 import pytest
 
 from monarch.errors import AuthenticationError, LinkClosed, LinkSevered, TransportError
-from monarch.transports import registry, shm
+from monarch.transports import certificates, registry, shm
 from monarch.transports.base import Link, Listener, Missing, Transport
+from monarch.transports.certificates import Certificates
 from monarch.transports.framing import FrameDecoder
 from monarch.transports.url import parse
+from tests.certificates import Authority
 from tests.transports.drive import (
     ADDRESSES,
     SECRET,
@@ -37,11 +41,23 @@ MIB = 1 << 20
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(params=["inproc", "ipc", "shm", "tcp", pytest.param("ibverbs", marks=pytest.mark.rdma)])
-def transport(request: pytest.FixtureRequest) -> Transport:
-    transport = registry.get(request.param)
+@pytest.fixture(scope="module")
+def identity(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return Authority(tmp_path_factory.mktemp("certificates")).sign("process")
+
+
+@pytest.fixture(params=["inproc", "ipc", "shm", "tcp", "tls+tcp", pytest.param("ibverbs", marks=pytest.mark.rdma)])
+def transport(request: pytest.FixtureRequest) -> Iterator[Transport]:
+    if request.param == "tls+tcp":
+        certificates.use(request.getfixturevalue("identity"))
+    yield usable(request.param)
+    certificates.use(Certificates())
+
+
+def usable(scheme: str) -> Transport:
+    transport = registry.get(scheme)
     viability = transport.viability()
-    assert viability.ok or request.param != "ibverbs", viability.reason  # there is a device, so it has to work
+    assert viability.ok or scheme != "ibverbs", viability.reason  # there is a device, so it has to work
     if not viability.ok:
         pytest.skip(viability.reason)
     return transport
@@ -70,7 +86,7 @@ def links(transport: Transport) -> Iterator[tuple[Link, Link]]:
 def connect_raw(url_text: str) -> socket.socket:
     """A stranger's connection."""
     url = parse(url_text)
-    if url.scheme in ("tcp", "ibverbs"):
+    if url.host:
         return socket.create_connection((url.host, url.port), 5)
     sock = socket.socket(socket.AF_UNIX)
     sock.settimeout(5)
@@ -259,7 +275,8 @@ def test_abort_inside_a_large_frame_is_seen_as_severed(transport, links):
 
 PEER = """
 import os, select, sys
-from monarch.transports import registry
+from monarch.transports import certificates, registry
+certificates.use(certificates.Certificates(*sys.argv[4:]))
 url, frames, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 link = registry.for_url(url).dial(url, sys.stdin.buffer.read(), 20)
 taken = link.send_nowait([[b"%d" % i, bytes(size)] for i in range(frames)])
@@ -276,7 +293,7 @@ select.poll().poll(60000)
 
 def start_peer(url: str, frames: int = 0, size_bytes: int = 0) -> subprocess.Popen[bytes]:
     peer = subprocess.Popen(
-        [sys.executable, "-c", PEER, url, str(frames), str(size_bytes)],
+        [sys.executable, "-c", PEER, url, str(frames), str(size_bytes), *attrs.astuple(certificates.used())],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         cwd=ROOT,
@@ -398,7 +415,7 @@ def test_silent_strangers_do_not_block_the_others(over_processes, listener):
 def test_dialing_where_nobody_listens_is_refused_at_once_with_the_address(transport):
     listener = transport.listen(ADDRESSES[transport.scheme], SECRET)
     listener.close()
-    with pytest.raises(ConnectionRefusedError, match=listener.url.replace("?", r"\?")):
+    with pytest.raises(ConnectionRefusedError, match=re.escape(listener.url)):
         transport.dial(listener.url, SECRET, WAIT_S)  # out of time, it would be a TimeoutError
 
 
@@ -414,7 +431,7 @@ def test_an_address_is_free_again_after_close(transport):
 
 
 def test_a_second_listener_at_an_address_is_refused_with_the_address(transport, listener):
-    with pytest.raises(OSError, match=listener.url):
+    with pytest.raises(OSError, match=re.escape(listener.url)):
         transport.listen(listener.url, SECRET)
 
 

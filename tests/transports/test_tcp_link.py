@@ -35,6 +35,9 @@ class FakePair:
     def recv(self) -> bytes | None:
         return self.inbox.popleft() if self.inbox else None
 
+    def look(self) -> None:
+        pass
+
     def go(self) -> None:
         self.is_gone = True
         self.wake.set()

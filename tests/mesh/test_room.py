@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from attrs import define
 
-from monarch.actor import Actor, current_rank, endpoint, this_host, this_proc
+from monarch.actor import Actor, context, current_rank, endpoint, this_host, this_proc
 from monarch.testing import fresh_client
 from tests.until import until
 
@@ -53,6 +53,14 @@ class Worker(Actor):
         for number in range(n):
             target.take.broadcast(number)
         return n
+
+    @endpoint
+    def flood_until(self, gate: str, target: Any) -> int:
+        sent = 0
+        while not os.path.exists(gate):
+            target.take.broadcast(sent)
+            sent += 1
+        return sent
 
     @endpoint
     def flood_next(self, ring: Any, n: int) -> None:
@@ -123,42 +131,57 @@ def gate(tmp_path: Path) -> Path:
     return tmp_path / "open"
 
 
-def in_thread(run: Callable[[], object]) -> threading.Thread:
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    return thread
+class Flood:
+    """The client sends to an actor as fast as it can, until `end`."""
+
+    def __init__(self, target: Any) -> None:
+        self.sent = 0
+        self._target, self._ending = target, threading.Event()
+        self._room = context().actor_instance.proc_runtime.room
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._ending.is_set():
+            self._target.take.broadcast(self.sent)
+            self.sent += 1
+
+    def is_waiting(self) -> bool:
+        return any(self._room.full.values())
+
+    def end(self) -> bool:
+        """Whether it does."""
+        self._ending.set()
+        self._thread.join(LIMIT_S)
+        return not self._thread.is_alive()
 
 
 def test_a_sender_waits_while_the_mailbox_is_full_and_goes_on_when_there_is_room(trio: Trio, gate: Path) -> None:
-    slow, sent = trio.worker(0), []
+    slow = trio.worker(0)
     slow.hold.broadcast(str(gate))
-
-    def flood() -> None:
-        for number in range(trio.many):
-            slow.take.broadcast(number)
-            sent.append(number)
-
-    thread = in_thread(flood)
-    thread.join(WAITS_S)
-    waiting, before = thread.is_alive(), len(sent)
+    flood = Flood(slow)
+    until(flood.is_waiting)
+    before = flood.sent
+    assert before > 50
     gate.touch()
-    thread.join(LIMIT_S)
+    until(lambda: flood.sent > before + 50)
 
-    assert waiting and 50 < before < trio.many
-    assert (slow.count.call_one().get(LIMIT_S), slow.is_in_order.call_one().get(LIMIT_S)) == (trio.many, True)
+    assert flood.end()
+    assert slow.count.call_one().get(LIMIT_S) == flood.sent
+    assert slow.is_in_order.call_one().get(LIMIT_S)
 
 
 def test_nobody_else_waits_meanwhile(trio: Trio, gate: Path) -> None:
     trio.worker(0).hold.broadcast(str(gate))
-    flooding = trio.worker(1).flood.call_one(trio.worker(0), trio.many)
-    with pytest.raises(TimeoutError, match=r"1.*flood has been running"):
+    flooding = trio.worker(1).flood_until.call_one(str(gate), trio.worker(0))
+    with pytest.raises(TimeoutError, match=r"flood_until has been running"):
         flooding.get(WAITS_S)
     beside = trio.procs.spawn("beside", Worker)
 
     assert list(beside.seven.call().get(LIMIT_S).values()) == [7, 7, 7]
     assert beside.slice(gpus=1).fetch.call_one(trio.worker(2), beside.slice(gpus=0), 10).get(LIMIT_S) == 10
     gate.touch()
-    assert flooding.get(LIMIT_S) == trio.many
+    assert trio.have_taken(flooding.get(LIMIT_S), 0, 0)
 
 
 @pytest.mark.parametrize("flood", ["flood", "flood_async"])
@@ -217,33 +240,24 @@ def test_the_client_waits_for_actors_of_its_own_process(gate: Path) -> None:
     with fresh_client("inproc", mailbox_bytes=LIMIT_BYTES):
         slow = this_proc().spawn("slow", Worker)
         slow.hold.broadcast(str(gate))
-        thread = in_thread(lambda: [slow.take.broadcast(number) for number in range(400)])
-        thread.join(WAITS_S)
-        assert thread.is_alive()
+        flood = Flood(slow)
+        until(flood.is_waiting)
         gate.touch()
-        assert slow.count.call_one().get(LIMIT_S) >= 0
-        thread.join(LIMIT_S)
-        assert slow.count.call_one().get(LIMIT_S) == 400
+
+        assert flood.end()
+        assert slow.count.call_one().get(LIMIT_S) == flood.sent
 
 
 def test_who_waits_for_an_actor_that_ends_waits_no_more(trio: Trio, gate: Path) -> None:
     slow = trio.procs.slice(gpus=0).spawn("slow", Worker)
-    slow.initialized.get(LIMIT_S)
     slow.hold.broadcast(str(gate))
-    ended = threading.Event()
-
-    def flood() -> None:
-        for number in range(trio.many):
-            slow.take.broadcast(number)
-        ended.set()
-
-    in_thread(flood)
-    assert not ended.wait(WAITS_S)
+    flood = Flood(slow)
+    until(flood.is_waiting)
     stopping = slow.stop()
     gate.touch()
     stopping.get(LIMIT_S)
 
-    assert ended.wait(LIMIT_S)
+    assert flood.end()
 
 
 @pytest.mark.slow
@@ -252,14 +266,12 @@ def test_who_waits_for_a_process_that_is_killed_waits_no_more(gate: Path) -> Non
         procs = this_host().spawn_procs({"gpus": 1})
         slow = procs.spawn("slow", Worker)
         slow.hold.broadcast(str(gate))
-        thread = in_thread(lambda: [slow.take.broadcast(number) for number in range(20_000)])
-        thread.join(WAITS_S)
-        assert thread.is_alive()
+        flood = Flood(slow)
+        until(flood.is_waiting)
         client.kill(procs)
         client.expect_fault("Killed")
-        thread.join(LIMIT_S)
 
-        assert not thread.is_alive()
+        assert flood.end()
 
 
 class Meter(Worker):

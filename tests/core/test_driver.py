@@ -9,10 +9,20 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
-from monarch.core.driver import CallerDriver, Signal, ThreadDriver, WakeFd, make_driver
+from monarch.core.driver import (
+    CallerDriver,
+    ImmediateAlarm,
+    Signal,
+    ThreadDriver,
+    WakeFd,
+    make_alarm,
+    make_driver,
+)
+from tests.until import until
 
 _LIMIT_S = 20.0
 
@@ -386,3 +396,42 @@ def test_a_descriptor_in_use_is_not_closed_under_the_thread_that_wakes() -> None
     fd.close()
     os.fstat(held.fd)
     os.eventfd_write(held.fd, 1)
+
+
+def test_an_alarm_rings_when_it_was_set_last() -> None:
+    alarm = make_alarm()
+    rang = threading.Event()
+    alarm.set(0.001)
+    alarm.set(None)
+    thread = _start(lambda: (alarm.wait(), rang.set()))  # type: ignore[func-returns-value]
+    assert not rang.wait(0.05)
+    alarm.set(0.001)
+    assert rang.wait(_LIMIT_S)
+    thread.join(_LIMIT_S)
+
+
+def test_an_alarm_may_ring_before_somebody_waits() -> None:
+    for alarm in (make_alarm(), ImmediateAlarm()):
+        alarm.set(0.0)
+        alarm.wait()
+
+
+@pytest.mark.parametrize("make", [make_alarm, ImmediateAlarm])
+def test_the_side_thread_leads_after_a_rest_whatever_wakes_it(
+    make: Callable[[], Any], links: Links, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("monarch.core.driver.make_alarm", make)
+    driver = CallerDriver()
+    driver.start(links.pump, links.wake_fd.wake, "test")
+    for _ in range(3):
+        signal = Signal()
+        waiter = _start(lambda signal=signal: driver.wait(signal, _LIMIT_S))  # type: ignore[misc]
+        until(lambda: driver._side_rests)
+        signal.notify()
+        waiter.join(_LIMIT_S)
+        done = threading.Event()
+        links.post(done.set)
+        assert done.wait(_LIMIT_S)  # nobody waits any more: the side thread has taken over
+        assert links.by[-1] == driver.thread.ident
+    driver.stop()
+    assert not driver.thread.is_alive()

@@ -136,6 +136,8 @@ class Instance(Sender):
         """What the behavior runs now, the oldest first; kept by the behavior, on the actor's thread."""
         self.thread_id = 0
         """Identity of the thread that runs it; 0 before."""
+        self.stops_after: Callable[[Callable[[], None]], None] | None = None
+        """What takes a request to stop until it may take effect: others still need this actor to finish."""
         self._served_numbers = itertools.count(1)
         self._cancelled: set[CallKey] = set()
         self._behavior: Behavior
@@ -194,7 +196,11 @@ class Instance(Sender):
         self.mailbox.when_at(sender, message.seq, lambda: self.request_stop(down))
 
     def request_stop(self, down: Down) -> None:
-        """Refuse new calls, serve those that are queued, then end."""
+        """Refuse new calls, serve those that are queued, then end. See `stops_after`."""
+        after, self.stops_after = self.stops_after, None
+        if after is not None:
+            after(lambda: self.request_stop(down))
+            return
         self.mailbox.close(down)
 
         def begin() -> None:

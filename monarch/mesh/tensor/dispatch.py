@@ -38,6 +38,8 @@ _SETTING: Final = frozenset(
 )
 """What assignments to parts of a tensor become."""
 _META: Final = torch.device("meta")
+_PLAIN: Final = frozenset((int, bool, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format))
+"""Of an argument that is surely no tensor: `isinstance` of one takes 1 us."""
 _RESHAPING: Final = frozenset(
     f"aten::{name}_" for name in ("as_strided", "squeeze", "swapaxes", "swapdims", "t", "transpose", "unsqueeze")
 )
@@ -189,14 +191,16 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any], where: Place | None =
     engine = lane.engine
     if engine.recorder is not None:
         engine.recorder.uses(refs)
-    numbers = [ref.number for ref in refs]
-    stack = stack_of(sys._getframe(1))
-    if found.single is not None:
-        number = engine.new()
-        lane.append((found.number, *numbers, *[(x,) for x in varying], number), stack)
-        return Tensor(Ref(number, place, found.single))
     number = engine.new(found.new) if found.new else 0
-    lane.append((found.number, *numbers, *[(x,) for x in varying], number), stack)
+    command: list[Any] = [found.number]
+    for ref in refs:
+        command.append(ref.number)
+    for value in varying:
+        command.append((value,))
+    command.append(number)
+    lane.append(tuple(command), stack_of(sys._getframe(1)))
+    if found.single is not None:
+        return Tensor(Ref(number, place, found.single))
     results: list[Any] = []
     for each in found.results:
         if each is None:
@@ -223,6 +227,9 @@ def _survey(
         elif kind is float and varying is not None:
             varying.append(arg)
             key.append(float)
+        elif kind in _PLAIN:
+            key.append(kind)
+            key.append(arg)
         elif kind is list or kind is tuple:
             key.append(len(arg))
             _survey(arg, key, refs, None, tensors)

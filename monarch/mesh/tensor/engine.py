@@ -26,6 +26,7 @@ import torch
 
 from monarch.core import codec
 from monarch.core.future import Future, Outcome
+from monarch.core.ids import new_number
 from monarch.errors import SupervisionError
 from monarch.mesh.context import context
 from monarch.mesh.shape import Region
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 BATCH: Final = 128
+FREED: Final = 64
+"""So many small shards wait to be freed; a large one is freed with the next command."""
 FEWEST: Final = 16
 """A batch leaves before it is full when the workers are idle and it has so many."""
 AHEAD: Final = 32
@@ -78,6 +81,7 @@ class Lane:
         self._execute: Callable[..., Future[Any]] = workers.execute.call
         self.commands: list[tuple[Any, ...]] = []
         self.freed: list[int] = []
+        self.frees_now = False
         self.known: set[int] = set()  # functions and graphs that the workers have, by number
         self.templates: dict[int, Template] = {}  # and templates
         self.shared: list[Lane] = []  # lanes that have workers of this one
@@ -109,8 +113,8 @@ class Lane:
             if other.commands:
                 other.flush()
         commands = self.commands
-        if self.freed:
-            self._append_freed(stack)
+        if self.frees_now or len(self.freed) >= FREED:
+            self._append_freed()
         commands.append(command)
         self._stacks.append(stack)
         number = self._issued + len(commands) - 1
@@ -123,11 +127,13 @@ class Lane:
                 self.flush()
         return number
 
-    def _append_freed(self, stack: Stack) -> None:
-        freed, self.freed = self.freed, []
-        command = (int(Op.FREE), *freed)
+    def _append_freed(self) -> None:
+        self.frees_now = False
+        count = len(self.freed)  # another thread may add some at any time
+        command = (int(Op.FREE), *self.freed[:count])
+        del self.freed[:count]
         self.commands.append(command)
-        self._stacks.append(stack)
+        self._stacks.append(())
         if self.engine.recorder is not None:
             self.engine.recorder.takes(self, command)
 
@@ -139,12 +145,13 @@ class Lane:
         """
         engine = self.engine
         engine.refuse_lost()
+        engine.wait_for_depots()
         if self.freed:
             if not self.commands:
                 for other in self.shared:
                     if other.commands:
                         other.flush()
-            self._append_freed(())
+            self._append_freed()
         if not self.commands:
             return
         commands, stacks, definitions = self.commands, self._stacks, self._definitions
@@ -197,8 +204,12 @@ class Engine:
         self.owner = context().actor_instance
         self.ranks = {proc.key: rank for rank, proc in enumerate(root._procs)}  # by process
         hosts = [(proc.keeper or proc).key for proc in root._procs]
-        self.depots: ActorMesh[Any] = root.spawn("tensor_depots", Depot)  # type: ignore[assignment]
-        self.workers: ActorMesh[Any] = root.spawn("tensor_workers", Worker, self.depots, os.getpid(), hosts)  # type: ignore[assignment]
+        self.number = new_number()
+        self.depots: ActorMesh[Any] = root.spawn("tensor_depots", Depot, self.number)  # type: ignore[assignment]
+        self.workers: ActorMesh[Any] = root.spawn(  # type: ignore[assignment]
+            "tensor_workers", Worker, self.number, self.depots, os.getpid(), hosts
+        )
+        self._unborn: Future[None] | None = self.depots.initialized
         self.lanes: dict[Region, Lane] = {}
         self.by_number: dict[int, Lane] = {}
         self.failures: dict[tuple[int, int], Stack] = {}  # the last ones, and of reductions, which may fail later
@@ -324,6 +335,19 @@ class Engine:
         for future in list(self._waiting):
             future._fail(lost)
         return lost
+
+    def wait_for_depots(self) -> None:
+        """Before the first batch: a depot that was told to stop before it was made would not wait for its worker.
+
+        Raises:
+            DeviceException: a process did not come up.
+        """
+        if self._unborn is not None:
+            try:
+                self._unborn.get()
+            except Exception as error:
+                raise self.lost_by(error) from error
+            self._unborn = None
 
     def refuse_lost(self) -> None:
         """Raises: DeviceException, when a worker is gone."""

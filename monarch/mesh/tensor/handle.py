@@ -42,16 +42,22 @@ class Ref:
         if self.dropped is None:
             self.dropped = stack
             if self.base is None:
-                self.place.lane.freed.append(self.number)
+                self._free()
 
     def dropped_at(self) -> Stack | None:
         """Where it was dropped, if it was."""
         return self.dropped if self.dropped is not None or self.base is None else self.base.dropped_at()
 
     def __del__(self) -> None:
-        # Any thread, any time: appending to a list is all that may happen here.
         if self.dropped is None and self.base is None:
-            self.place.lane.freed.append(self.number)
+            self._free()
+
+    def _free(self) -> None:
+        # Any thread, any time: appending to a list, and setting a flag, is all that may happen here.
+        lane = self.place.lane
+        lane.freed.append(self.number)
+        if self.meta.is_large:
+            lane.frees_now = True
 
 
 class _Refused(threading.local):

@@ -75,11 +75,11 @@ def _reduce(tensor: Tensor, outbox: Any) -> Any:
     slot = new_number()
     lane.append((int(Op.PUBLISH), dict.fromkeys(ranks, slot), tensor._ref.number), here(3))
     lane.flush()
-    return _shard, (slot,)
+    return _shard, (lane.engine.number, slot)
 
 
-def _shard(slot: int) -> Any:
-    value = slots_here().take(slot)
+def _shard(engine: int, slot: int) -> Any:
+    value = slots_here(engine).take(slot)
     if isinstance(value, Failure):
         raise RuntimeError(f"the tensor could not be computed: {value.what}\n{value.trace}")
     return value
@@ -89,16 +89,17 @@ def _shard(slot: int) -> Any:
 class _Deposit:
     """Wraps the method of an endpoint: its result goes to a slot, and nothing to the caller."""
 
+    engine: int
     slot: int
 
     def __call__(self, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def run(*args: Any, **kwargs: Any) -> None:
-            slots_here().put(self.slot, (method(*args, **kwargs),))
+            slots_here(self.engine).put(self.slot, (method(*args, **kwargs),))
 
         @functools.wraps(method)
         async def run_async(*args: Any, **kwargs: Any) -> None:
-            slots_here().put(self.slot, (await method(*args, **kwargs),))
+            slots_here(self.engine).put(self.slot, (await method(*args, **kwargs),))
 
         return run_async if inspect.iscoroutinefunction(method) else run
 
@@ -133,7 +134,7 @@ def rref(endpoint: Endpoint[Any, Any], args: Any, kwargs: Any) -> Any:
     now = context()
     parts = endpoint._encode(now.actor_instance, args, kwargs)
     extent = endpoint._mesh._region.extent
-    extra = {**({"plain": True, "port": False} if endpoint._plain else {}), "wrap": _Deposit(slot)}
+    extra = {**({"plain": True, "port": False} if endpoint._plain else {}), "wrap": _Deposit(lane.engine.number, slot)}
     parts[0] = describe_call(spec.name, extent._labels, extent._sizes, extra)
     reply: FailFastReply[None] = FailFastReply(now, members)
     endpoint._mesh._cast(now.actor_instance, parts, reply.number, None, reply.chain)

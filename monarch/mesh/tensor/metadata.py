@@ -3,23 +3,26 @@ that they are compared and hashed by identity."""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, Final
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+LARGE_BYTES: Final = 64 << 10
 _known: dict[tuple[Any, ...], Meta] = {}
 
 
 class Meta:
     """Of one tensor; see the module. Made by `meta_of` only."""
 
-    __slots__ = ("device", "dtype", "offset", "shape", "stride")
+    __slots__ = ("device", "dtype", "is_large", "offset", "shape", "stride")
 
     def __init__(
         self, shape: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.shape, self.stride, self.offset, self.dtype, self.device = shape, stride, offset, dtype, device
+        self.is_large = math.prod(shape) * dtype.itemsize >= LARGE_BYTES
 
     def fake(self, mode: FakeTensorMode) -> torch.Tensor:
         """A tensor without memory that looks like this. Call it inside `mode`."""

@@ -82,21 +82,22 @@ class Worker(Actor):
         table: shards, `Pending` ones and `Failure`s, by number.
 
     Args:
+        engine: the controller's number for it.
         controller: its process id, which is that of this process where processes are threads of one.
         hosts: by rank, equal for workers of one host.
     """
 
-    def __init__(self, depots: ActorMesh[Any], controller: int, hosts: Sequence[int]) -> None:
+    def __init__(self, engine: int, depots: ActorMesh[Any], controller: int, hosts: Sequence[int]) -> None:
         self.rank = current_rank().rank
         if os.getpid() != controller:
             share_host(self.rank, hosts)
         self.name = str(context().actor_instance)
         self.table: Table = {}
         self._known: dict[int, Any] = {}
-        self._slots: Slots = slots_here()
+        self._slots: Slots = slots_here(engine)
         self._depots = depots
         self._puts: dict[int, Callable[[Slot, Any], None]] = {}
-        self._groups = Groups(self.rank, str(depots._number), self._put, self._slots)
+        self._groups = Groups(self.rank, str(engine), self._put, self._slots)
         self._lane = 0
         self._number = 0
         self._failed: list[int] = []
@@ -114,6 +115,9 @@ class Worker(Actor):
             Op.GROUP: self._group,
             Op.FORGET: self._forget,
         }
+
+    def __cleanup__(self, exc: Exception | None) -> None:
+        self._slots.close()
 
     def _handle_undeliverable_message(self, message: Any) -> bool:
         return True  # a process is gone that a tensor was sent to; the controller hears of that

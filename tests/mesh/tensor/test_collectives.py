@@ -285,3 +285,18 @@ def test_workers_have_groups_of_torch_distributed(procs):
         assert int(inspect(made, hosts=1)) == 3
     with pytest.raises(KeyError, match="racks"):
         RemoteProcessGroup("racks", procs)
+
+
+@pytest.mark.parametrize("size", [1, 5 << 20])
+def test_what_was_issued_is_done_before_a_mesh_stops(tensor_client, tmp_path, size):
+    def write(x, rank, folder):
+        (folder / str(int(rank))).write_text(str(float(x[0])))
+
+    mesh = this_host().spawn_procs({"gpus": 2})
+    with mesh.activate():
+        rank = mesh.rank_tensor("gpus")
+        total = (torch.ones(size) * rank).reduce()
+        remote(write, propagate=lambda *args: None)(total, rank, tmp_path)
+    mesh.stop().get(30)
+
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {"0": "1.0", "1": "1.0"}

@@ -6,8 +6,9 @@ thread at a time. A thread that has to wait for something (a reply, a message) w
 - `ThreadDriver`: a side thread pumps, always. Each message costs a hop from it to the thread that waits.
 - `CallerDriver`: the thread that waits pumps until its own signal is set (the leader); others that wait meanwhile
   follow, and one of them is promoted when the leader leaves. A side thread takes over within `_TAKE_OVER_S` whenever no
-  waiting thread leads, because they are all in user code, and gives the lead back as soon as one asks for it. So a call
-  between two processes needs no thread hop, and acknowledgements never wait for user code.
+  waiting thread leads, because they are all in user code, and gives the lead back as soon as one asks for it. A
+  follower for which the leader takes in one message after the other, and nothing for itself, inherits the lead. So a
+  call between two processes needs no thread hop, and acknowledgements never wait for user code.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from monarch.core.held import NOTHING_HELD, Held, NothingHeld, on_main_thread
 _TAKE_OVER_S: Final = 0.010
 _ALARMS: Final = 32
 """So often a resting side thread is spared the waking; then calls are so frequent that it had better look itself."""
+_INHERITS_AT: Final = 4
 _LOOK_S: Final = 1.0
 """The longest sleep of the main thread. A signal that comes between Python's last look at signals and the call of the
 system does not end that call: about one Ctrl-C in 3,000 would wait for the next message."""
@@ -153,6 +155,9 @@ class CallerDriver:
         self._lead = threading.Lock()
         self._leader = 0  # identity of the waiting thread that leads
         self._followers: deque[Signal] = deque()
+        self._last_follower = 0  # identity of the thread
+        self._returns = 0  # how often it has followed, one time after the other, since the leader leads
+        self._heir: Signal | None = None  # the follower that is to lead next, until it does, or does not wait any more
         self._led_at_s = 0.0  # when a waiting thread led last
         self._leads = 0  # how often one began to
         self.leads_aside = False
@@ -180,6 +185,14 @@ class CallerDriver:
 
     def _wait(self, signal: Signal, deadline_s: float | None, held: Held | NothingHeld) -> bool:
         """As `wait`; also returns when a signal is held back."""
+        try:
+            return self._lead_or_follow(signal, deadline_s, held)
+        finally:
+            if self._heir is signal:
+                self._heir = None
+                self._promote()
+
+    def _lead_or_follow(self, signal: Signal, deadline_s: float | None, held: Held | NothingHeld) -> bool:
         while not signal.is_set and not held.noted:
             left_s = None if deadline_s is None else deadline_s - time.monotonic()
             if left_s is not None and left_s <= 0:
@@ -191,7 +204,8 @@ class CallerDriver:
                     return _sleep_until_set(signal, left_s)
                 signal.sleep(left_s)
                 continue
-            if self._lead.acquire(blocking=False):
+            if self._heir in (None, signal) and self._lead.acquire(blocking=False):
+                self._heir, self._last_follower = None, 0
                 self._leads += 1
                 if self._side_rests and self._alarms <= _ALARMS:
                     self._alarm.set(None)
@@ -214,7 +228,7 @@ class CallerDriver:
         try:
             while not signal.is_set and not self._stopping and not held.noted:
                 left_s = None if deadline_s is None else deadline_s - time.monotonic()
-                if left_s is not None and left_s <= 0:
+                if (left_s is not None and left_s <= 0) or self._heir is not None:
                     return
                 if held is not NOTHING_HELD:
                     left_s = _LOOK_S if left_s is None else min(left_s, _LOOK_S)
@@ -226,9 +240,9 @@ class CallerDriver:
     def _follow(self, signal: Signal, left_s: float | None, held: Held | NothingHeld) -> None:
         self._followers.append(signal)
         try:
-            if not self._lead.locked():
+            if self._heir is None and not self._lead.locked():
                 return  # the leader left before it could see this follower
-            if self.leads_aside:
+            if self.leads_aside or self._inherits(signal):
                 self._wake()
             if not signal.is_set and not held.noted:
                 signal.sleep(left_s)
@@ -240,8 +254,22 @@ class CallerDriver:
                 if signal.is_set or held.noted:
                     self._promote()
 
+    def _inherits(self, signal: Signal) -> bool:
+        """Whether this follower is to be the next leader, from now on."""
+        thread = threading.get_ident()
+        if thread != self._last_follower:
+            self._last_follower, self._returns = thread, 0
+        self._returns += 1
+        if self._returns < _INHERITS_AT or self._heir is not None:
+            return False
+        self._heir = signal
+        return True
+
     def _promote(self) -> None:
-        if self._followers:
+        heir = self._heir
+        if heir is not None:
+            heir.nudge()
+        elif self._followers:
             try:
                 self._followers.popleft().nudge()
             except IndexError:

@@ -145,6 +145,24 @@ def test_no_wake_up_is_lost_when_many_threads_ask_and_wait(
     _join(*[_start(lambda n=n: ask(n)) for n in range(threads)])
 
 
+def test_a_follower_inherits_the_lead_when_the_leader_works_for_it_alone(caller: CallerDriver, links: Links) -> None:
+    idle = Signal()
+    leader = _start(lambda: caller.wait(idle, _LIMIT_S))
+    links.entered.acquire(timeout=_LIMIT_S)
+
+    def ask() -> None:
+        deadline_s = time.monotonic() + _LIMIT_S
+        while threading.get_ident() not in links.by:
+            assert time.monotonic() < deadline_s, "the leader never left"
+            signal = Signal()  # a new one each time, as for each future
+            links.post(signal.notify)
+            assert caller.wait(signal, _LIMIT_S)
+
+    _join(_start(ask))
+    links.post(idle.notify)
+    _join(leader)
+
+
 def test_no_wake_up_is_lost_when_threads_notify_each_other_directly(driver: CallerDriver | ThreadDriver) -> None:
     signals = [Signal() for _ in range(6)]
     turns = [0] * 6

@@ -1,6 +1,7 @@
 """What every test starts from: no setting of the person who runs the tests leaks in, and hardware decides skips.
 
-`MONARCH_TRANSPORT` is let through on purpose: `MONARCH_TRANSPORT=inproc pytest` runs the suite over that transport.
+`MONARCH_TRANSPORT` is let through on purpose: `MONARCH_TRANSPORT=inproc pytest` runs the suite over that transport. So
+is `MONARCH_RING`: with 0, it runs without the compiled part.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 import hypothesis
 import pytest
 
-_KEPT = {"MONARCH_RDMA_BINDING", "MONARCH_TRANSPORT"}
+_KEPT = {"MONARCH_RDMA_BINDING", "MONARCH_RING", "MONARCH_TRANSPORT"}
 
 for _name in [name for name in os.environ if name.startswith("MONARCH_") and name not in _KEPT]:
     del os.environ[_name]

@@ -24,9 +24,9 @@ LAYERS = ("base", "verbs", "transports", "core", "launch", "supervision", "onesi
 BASE = ("errors", "log", "version")
 TOOLS = ("cli", "__main__", "testing", "examples")
 
-# What core may know of the transports: the Protocols, the ways to find one, memory, and names of files; never a
-# concrete transport.
-TRANSPORTS_FOR_CORE = {"base", "certificates", "memory", "url", "registry"}
+# What core may know of the transports: the Protocols, the ways to find one, memory and rings, and names of files; never
+# a concrete transport.
+TRANSPORTS_FOR_CORE = {"base", "certificates", "memory", "ring", "url", "registry"}
 
 # Which modules may import what; "lazily" means inside a function, so that importing the module does not load it.
 OWNERS: dict[str, dict[str, str]] = {

@@ -305,7 +305,7 @@ class Gateway:
 
     def _on_link(self, peer: Peer, link: Link, event: int) -> None:
         try:
-            if event & WRITABLE or link.blocked or peer.outbox:
+            if event & WRITABLE or (event and (link.blocked or peer.outbox)):
                 try:
                     peer.flush(link)
                 except TransportError:
@@ -442,7 +442,7 @@ class Gateway:
     def _await_hello(self, link: Link, dialed: Peer | None, refused: Refused = _ignore) -> None:
         self._newcomers[link] = refused
         self._links[link] = fd = link.fileno()
-        self._poller.register(fd, lambda _: self._on_hello(link, dialed))
+        self._poller.register(fd, lambda _: self._on_hello(link, dialed), link.ring)
         if link.blocked:
             self._poller.watch(fd, True)
         self.call_later(self.limits.hello_timeout_s, lambda: self._drop_if_silent(link))

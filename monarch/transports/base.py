@@ -8,9 +8,12 @@ time for receiving and one at a time for sending (the two may be different threa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from attrs import define
+
+if TYPE_CHECKING:
+    from monarch.transports.ring import Reader
 
 Buffer = bytes | bytearray | memoryview
 """Contiguous bytes. `memoryview`s are one-dimensional, of format B."""
@@ -48,6 +51,12 @@ class Link(Protocol):
     @property
     def peer(self) -> str:
         """Where the other side is, for people: a URL or a description."""
+        ...
+
+    @property
+    def ring(self) -> Reader | None:
+        """Where small frames arrive without a signal at the descriptor, for a poller that looks there itself before it
+        sleeps (see `transports.ring`), and sets `attended`. None: there is no such thing."""
         ...
 
     @property

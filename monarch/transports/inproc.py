@@ -16,7 +16,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Sequence
-from typing import Final
+from typing import ClassVar, Final
 
 from attrs import define, field
 
@@ -99,6 +99,7 @@ class Direction:
 class InprocLink:
     """One end of a pair."""
 
+    ring: ClassVar[None] = None
     peer: str
     outgoing: Direction
     incoming: Direction

@@ -38,7 +38,7 @@ class UnixTransport:
 
     memory: Memory | None = None
 
-    def __init__(self, scheme: str, make_link: Callable[[socket.socket, str], StreamLink]) -> None:
+    def __init__(self, scheme: str, make_link: Callable[[socket.socket, str], Link]) -> None:
         self.scheme = scheme
         self._make_link = make_link
 
@@ -83,7 +83,7 @@ class UnixTransport:
 
         return StreamListener(sock, secret, shown, adopt, is_welcome=_is_same_user, on_close=remove_file)
 
-    def dial(self, url: str, secret: bytes, timeout_s: float) -> StreamLink:
+    def dial(self, url: str, secret: bytes, timeout_s: float) -> Link:
         deadline_s = time.monotonic() + timeout_s
         address = parse(url, self.scheme)
         if not address.name:
@@ -99,7 +99,7 @@ class UnixTransport:
             sock.close()
             raise
 
-    def _link(self, sock: socket.socket, peer: str) -> StreamLink:
+    def _link(self, sock: socket.socket, peer: str) -> Link:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
         return self._make_link(sock, peer)
 

@@ -68,19 +68,26 @@ class Mapping:
         _mappings.add(self)
 
     def _map(self, flags: int) -> int:
-        found: int = _libc.mmap(self.address, self.size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, self.fd, 0)
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        found: int = _libc.mmap(self.address, self.size_bytes, access, flags, self.fd, 0)
         if found == _MAP_FAILED:
             code = ctypes.get_errno()
             raise OSError(code, f"cannot map {self.size_bytes} bytes of shared memory: {os.strerror(code)}")
         return found
 
+    def close_fd(self) -> None:
+        """Do without the descriptor from now on; a forked child then has zeros here."""
+        fd, self.fd = self.fd, -1
+        os.close(fd)
+
     def make_private(self) -> None:
-        self._map(mmap.MAP_PRIVATE | _MAP_FIXED)
+        self._map(mmap.MAP_PRIVATE | _MAP_FIXED | (mmap.MAP_ANONYMOUS if self.fd < 0 else 0))
 
     def __del__(self, munmap: Any = _libc.munmap, close: Any = os.close) -> None:
         if self.address:
             munmap(self.address, self.size_bytes)
-        close(self.fd)
+        if self.fd >= 0:
+            close(self.fd)
 
 
 _mappings: Final[weakref.WeakSet[Mapping]] = weakref.WeakSet()

@@ -1,7 +1,8 @@
 """Shared memory between processes of one host. Decides which parts of a frame travel in it, and how they are described;
 leaves the memory to `segments`, and connecting, small parts and the end of links to `ipc`.
 
-A link is a unix socket, over which everything goes but the parts of `SMALLEST_BYTES` and more. Such a part lies in a
+A link is a unix socket with a `ring` beside it for small frames. Everything goes there but the parts of
+`SMALLEST_BYTES` and more. Such a part lies in a
 slot of the sender's pool, from the start when its memory was asked of the pool, else after one copy, and the frame has
 its description: (segment, mark, offset, how it is lent). The descriptor of a segment travels ahead of the first part in
 it, in the same stream (SCM_RIGHTS), so that what was sent can still be read when the sender has died. A part that was
@@ -33,6 +34,7 @@ from monarch.transports.framing import DESCRIPTION_BYTES, FrameDecoder, encode_j
 from monarch.transports.ipc import UnixTransport, credentials
 from monarch.transports.memory import allocate, copy
 from monarch.transports.pool import Pool
+from monarch.transports.ring_link import RingLink
 from monarch.transports.segments import Mapping, Unmapped, attach, borrow, can_share
 from monarch.transports.stream import StreamLink
 
@@ -238,7 +240,7 @@ def _copied(memory: memoryview) -> memoryview:
 
 
 class ShmTransport:
-    """Unix sockets for small frames, pooled shared memory for large parts."""
+    """Unix sockets with rings for small frames, pooled shared memory for large parts."""
 
     scheme = "shm"
 
@@ -255,12 +257,12 @@ class ShmTransport:
         reason = can_share()
         return Viability(False, reason) if reason else self._sockets.viability()
 
-    def _link(self, sock: socket.socket, peer: str) -> StreamLink:
+    def _link(self, sock: socket.socket, peer: str) -> RingLink:
         carrier = FdSocket(sock.detach())
         self._spare = self._spare or _Spare()
         sharing = _Sharing(carrier, self.memory, self._spare)
         encode = partial(encode_joined, describe=sharing.lend)
-        return StreamLink(carrier, peer, FrameDecoder(elsewhere=sharing.borrowed), encode)
+        return RingLink(StreamLink(carrier, peer, FrameDecoder(elsewhere=sharing.borrowed), encode), carrier)
 
     def _in_forked_child(self) -> None:
         self.memory = Pool(self.memory.limit_bytes)

@@ -22,7 +22,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from itertools import islice
-from typing import Final
+from typing import ClassVar, Final
 
 from attrs import define, field
 
@@ -88,6 +88,7 @@ def discard(sock: socket.socket, tail: Tail) -> bool:
 class StreamLink:
     """A `Link` over a connected, non-blocking stream socket, which it owns."""
 
+    ring: ClassVar[None] = None
     _sock: socket.socket
     peer: str
     _decoder: FrameDecoder = field(factory=FrameDecoder)

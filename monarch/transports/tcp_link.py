@@ -31,7 +31,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import Final, Protocol
+from typing import ClassVar, Final, Protocol
 
 from attrs import define, field
 
@@ -105,6 +105,7 @@ class Pair(Protocol):
 class TcpLink:
     """A `Link` over one nng pair and the plain connection beside it; owns both."""
 
+    ring: ClassVar[None] = None
     _plain: socket.socket
     _pair: Pair
     peer: str

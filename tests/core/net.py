@@ -95,7 +95,7 @@ def cut(proc: Proc, other: Proc) -> bool:
         Faults(link).cut()
     else:
         try:
-            link._sock.shutdown(socket.SHUT_RDWR)
+            getattr(link, "_stream", link)._sock.shutdown(socket.SHUT_RDWR)
         except OSError:
             return False
     return True

@@ -69,7 +69,7 @@ def test_a_find_makes_the_next_waits_look_again(world: World) -> None:
 
 
 def test_one_who_is_interrupted_while_it_looks_leaves_the_cpu_to_others(world: World) -> None:
-    world.round_s = 40e-6
+    world.round_s = 300e-6
     assert world.wait(70e-6)
     assert world.waits_until_it_looks() == 9
 

@@ -18,7 +18,7 @@ import attrs
 import pytest
 
 from monarch.errors import AuthenticationError, LinkClosed, LinkSevered, TransportError
-from monarch.transports import certificates, registry, shm
+from monarch.transports import certificates, registry, ring, shm
 from monarch.transports.base import Link, Listener, Missing, Transport
 from monarch.transports.certificates import Certificates
 from monarch.transports.framing import FrameDecoder
@@ -46,11 +46,24 @@ def identity(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
     return Authority(tmp_path_factory.mktemp("certificates")).sign("process")
 
 
-@pytest.fixture(params=["inproc", "ipc", "shm", "tcp", "tls+tcp", pytest.param("ibverbs", marks=pytest.mark.rdma)])
-def transport(request: pytest.FixtureRequest) -> Iterator[Transport]:
-    if request.param == "tls+tcp":
+@pytest.fixture(
+    params=[
+        "inproc",
+        "ipc",
+        "shm",
+        "shm without rings",
+        "tcp",
+        "tls+tcp",
+        pytest.param("ibverbs", marks=pytest.mark.rdma),
+    ]
+)
+def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Transport]:
+    scheme, _, without = request.param.partition(" ")
+    if without:
+        monkeypatch.setattr(ring, "why_not", "the test does without")
+    if scheme == "tls+tcp":
         certificates.use(request.getfixturevalue("identity"))
-    yield usable(request.param)
+    yield usable(scheme)
     certificates.use(Certificates())
 
 

@@ -160,7 +160,7 @@ def test_where_not_even_one_descriptor_can_be_had_the_message_says_so_and_the_li
 
 def test_a_description_of_what_is_not_there_breaks_the_link(links):
     left, right = links
-    left._sock.send(header(1).pack(1, ELSEWHERE | 100_000) + bytes(24))
+    left._stream._sock.send(header(1).pack(1, ELSEWHERE | 100_000) + bytes(24))
     assert isinstance(Receiver(right).until_end(), RemoteProtocolError)
 
 

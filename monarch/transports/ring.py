@@ -1,0 +1,78 @@
+"""Rings of small frames in memory that two processes share, one way each: the compiled part of the library.
+
+A ring needs fences, a copy without a detour, and a wait that lets go of the interpreter: `_ring.c`, which is built
+where a compiler is. Without it, and where the variable `MONARCH_RING` is 0, there are none, and `why_not` says why.
+What travels in them, and what beside, is decided in `ring_link`.
+
+A reader sleeps or is awake. Before it sleeps it says so in the ring, and looks once more; a writer that pushed, and
+finds it asleep, is to wake it (`rouse`). One that is awake costs its writer no system call.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Final
+
+from monarch.transports.segments import Mapping
+
+if TYPE_CHECKING:
+    from monarch.transports._ring import Reader as Reader
+    from monarch.transports._ring import Writer as Writer
+
+_DATA_BYTES: Final = 128 << 10
+"""Frames of more than an eighth of it go another way."""
+_HEAD_BYTES: Final = 256
+
+try:
+    from monarch.transports import _ring as compiled
+except ImportError as error:
+    compiled = None  # type: ignore[assignment]
+    why_not = f"its compiled part is missing ({error}): there was no compiler when the library was installed"
+else:
+    why_not = ""
+if os.environ.get("MONARCH_RING") == "0":
+    compiled, why_not = None, "MONARCH_RING is 0"  # type: ignore[assignment]
+
+
+def offer() -> tuple[int, Reader]:
+    """A ring to read from, and its descriptor, for the writer.
+
+    Raises:
+        OSError: no memory, or no descriptor.
+    """
+    fd = os.memfd_create("monarch-ring", os.MFD_CLOEXEC)
+    try:
+        os.posix_fallocate(fd, 0, _HEAD_BYTES + _DATA_BYTES)  # a page that cannot be had later would be a SIGBUS
+        return fd, compiled.Reader(*_mapped(os.dup(fd)))
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def accept(fd: int) -> Writer:
+    """Write to the ring that another offered; owns `fd`.
+
+    Raises:
+        OSError: no room in the address space.
+        ValueError: this is no ring.
+    """
+    return compiled.Writer(*_mapped(fd))
+
+
+def _mapped(fd: int) -> tuple[object, Mapping]:
+    """The memory behind `fd`, which is closed, and what keeps it."""
+    mapping = Mapping(fd)
+    mapping.close_fd()
+    return mapping.marks, mapping
+
+
+def look(readers: tuple[Reader, ...], epoll: int, time_s: float) -> tuple[bool, float]:
+    """Look at the rings, and now and then at what `epoll` has, until there is something or the time is over. Whether
+    there was, and the seconds that the longest round of looking took. The readers are awake from now on."""
+    found, longest_ns = compiled.look(readers, epoll, int(time_s * 1e9))
+    return bool(found), longest_ns * 1e-9
+
+
+def fall_asleep(readers: tuple[Reader, ...]) -> list[int]:
+    """The places of those that have something; where none has, all sleep from now on."""
+    return compiled.fall_asleep(readers)

@@ -1,0 +1,187 @@
+"""Links between processes of a host: small frames through rings, beside a stream for everything else.
+
+Theory of operation. Each side makes the `ring` that it reads from, and passes it on with the first byte of the
+stream. A peer that can, pushes its small frames there. What is large, or finds the ring full, goes over the stream,
+which slows a sender down, carries descriptors, wakes, and tells how the link ends.
+
+```
+    writer:  push ──────────────── ring ───────────────► pop  :reader
+               └─ asleep? ── stream: bell ── epoll ──────┘
+    writer:  send ─────────────── stream ───────────────► recv :reader
+```
+
+- *Order.* A record in the ring says how many frames of the stream come before it; a frame of the stream begins with a
+  part that says up to where the ring comes before it. Either waits for the other at the reader.
+- *Waking.* A *bell* is a frame of the stream without even that first part.
+- *Who looks.* A poller that knows of rings looks at them itself before it sleeps, and says so (`attended`); for others
+  every pop that leaves nothing behind puts the reader to sleep.
+- *Death.* A record is seen whole or not at all. What was pushed before the end of the stream is read before the end.
+
+Where one side has no rings, all its frames go over the stream, and so do those of the other to it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Sequence
+from struct import Struct
+from typing import TYPE_CHECKING, Final, Protocol
+
+from monarch.errors import RemoteProtocolError, TransportError
+from monarch.log import get_logger
+from monarch.transports import ring
+from monarch.transports.base import Buffer, Frame
+from monarch.transports.stream import StreamLink
+
+if TYPE_CHECKING:
+    from monarch.transports.ring import Reader, Writer
+
+log = get_logger("monarch.ring")
+
+_MARK: Final = Struct("<Q")
+_START: Final = _MARK.pack(0)
+_BELL: Final[list[list[Buffer]]] = [[]]
+_WITH_RING: Final = b"r"
+_WITHOUT: Final = b"-"
+
+
+_unsaid: Final = threading.Semaphore(1)
+
+
+def _say_once(reason: str) -> None:
+    if _unsaid.acquire(blocking=False):
+        log.info("ring.left_out", reason=reason, hint="calls on this host take longer, and are the same otherwise")
+
+
+class Carrier(Protocol):
+    """The socket of the stream: descriptors that are `departing` go with the next bytes, `arrived` came with some."""
+
+    departing: list[int]
+    arrived: deque[int]
+
+    def send(self, data: bytes, flags: int = 0) -> int: ...
+    def recv(self, size: int, flags: int = 0) -> bytes: ...
+
+
+class RingLink:
+    """A `Link` over a stream with a ring each way, where both sides can. See the module."""
+
+    def __init__(self, stream: StreamLink, carrier: Carrier) -> None:
+        self._stream, self._carrier = stream, carrier
+        self.peer = stream.peer
+        self.fileno = stream.fileno
+        self.flush_nowait = stream.flush_nowait
+        self.ring: Reader | None = None
+        self._writer: Writer | None = None
+        self._send_lock = threading.Lock()
+        self._sent = 0  # frames over the stream
+        self._received = 0  # likewise
+        self._is_open = False  # the peer's first byte has come
+        self._begin()
+
+    def _begin(self) -> None:
+        departing = self._carrier.departing
+        if ring.why_not:
+            _say_once(ring.why_not)
+        else:
+            try:
+                fd, self.ring = ring.offer()
+                departing.append(fd)
+            except OSError as error:
+                log.info("ring.refused", peer=self.peer, error=str(error))
+        offered = list(departing)
+        try:
+            self._carrier.send(_WITH_RING if offered else _WITHOUT)
+        except OSError:
+            departing.clear()  # the peer is gone already: whoever reads finds out
+        finally:
+            for fd in offered:
+                os.close(fd)
+
+    @property
+    def blocked(self) -> bool:
+        return self._stream.blocked
+
+    def __repr__(self) -> str:
+        return f"<RingLink to {self.peer}>"
+
+    # ---- sending
+
+    def send_nowait(self, frames: Sequence[Sequence[Buffer]]) -> int:
+        with self._send_lock:
+            stream, writer = self._stream, self._writer
+            pushed = 0
+            if writer is not None and not stream.blocked:
+                pushed = writer.push(frames, self._sent)  # type: ignore[arg-type]
+                if pushed and writer.rouse():
+                    stream.send_nowait(_BELL)
+                if pushed == len(frames):
+                    return pushed
+            mark = _MARK.pack(writer.position) if writer is not None else _START
+            taken = stream.send_nowait([[mark, *frame] for frame in frames[pushed:]])
+            self._sent += taken
+            return pushed + taken
+
+    # ---- receiving
+
+    def recv_nowait(self) -> list[Frame]:
+        reader = self.ring
+        frames: list[Frame] = []
+        try:
+            if reader is not None:
+                frames = self._pop(reader)
+                if frames and not reader.rung():
+                    return frames
+            if not self._is_open:
+                self._open()
+            for frame in self._stream.recv_nowait():
+                if not frame:
+                    continue  # a bell
+                mark = frame.pop(0)
+                if reader is not None and mark != _START and reader.position < _MARK.unpack(mark)[0]:
+                    frames += self._pop(reader)
+                self._received += 1
+                frames.append(frame)
+            if reader is not None:
+                frames += self._pop(reader)
+        except TransportError:
+            self._writer = None
+            if reader is not None:
+                frames += self._pop(reader)  # what was pushed before the end
+            if not frames:
+                raise
+        return frames
+
+    def _pop(self, reader: Reader) -> list[Frame]:
+        try:
+            return reader.pop(self._received)
+        except ValueError as error:
+            raise RemoteProtocolError(f"{self.peer}: {error}") from error
+
+    def _open(self) -> None:
+        try:
+            first = self._carrier.recv(1)
+        except OSError:
+            return
+        self._is_open = bool(first)
+        if first == _WITH_RING and self._carrier.arrived:
+            fd = self._carrier.arrived.popleft()
+            if ring.why_not:
+                os.close(fd)
+                return
+            try:
+                self._writer = ring.accept(fd)
+            except (OSError, ValueError) as error:
+                log.info("ring.refused", peer=self.peer, error=str(error))
+
+    # ---- the end
+
+    def close(self, timeout_s: float = 5.0) -> bool:
+        self._writer = None
+        return self._stream.close(timeout_s)
+
+    def abort(self) -> None:
+        self._writer = None
+        self._stream.abort()

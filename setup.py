@@ -1,0 +1,18 @@
+"""The compiled part, which is optional: without a compiler everything works, and calls on one host take longer."""
+
+import sys
+
+from setuptools import Extension, setup
+
+RING = Extension(
+    "monarch.transports._ring",
+    ["monarch/transports/_ring.c"],
+    extra_compile_args=["-std=c11"],
+    py_limited_api=True,
+    optional=True,
+)
+
+setup(
+    ext_modules=[RING] if sys.platform == "linux" else [],
+    options={"bdist_wheel": {"py_limited_api": "cp311"}} if sys.platform == "linux" else {},
+)

@@ -1,0 +1,279 @@
+"""Rings in shared memory: what is pushed comes out, once and in order; nobody sleeps through a frame."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import select
+import struct
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from monarch.core.poller import Poller
+from monarch.errors import LinkSevered, RemoteProtocolError
+from monarch.transports import registry, ring, ring_link
+from monarch.transports.base import Link
+from monarch.transports.ring_link import RingLink
+from tests.transports.drive import WAIT_S, Receiver, connected, exchange, plain, wait_until
+
+compiled = pytest.mark.skipif(bool(ring.why_not), reason=ring.why_not or "there are rings")
+SHM = registry.get("shm")
+
+
+@pytest.fixture
+def ends():
+    fd, reader = ring.offer()
+    return ring.accept(fd), reader
+
+
+@compiled
+def test_frames_come_out_as_they_were_pushed(ends):
+    writer, reader = ends
+    frames = [[], [b""], [b"a", b"", b"bc"], (bytearray(b"x" * 1000), memoryview(b"yz")), [b"p"] * 32]
+    assert writer.push(frames, 0) == len(frames)
+    assert plain(reader.pop(0)) == plain(frames)
+    assert reader.pop(0) == [] and reader.position == writer.position
+
+
+@compiled
+@pytest.mark.parametrize("frame", [[b"x" * 17_000], [b"p"] * 33, [bytes(9000), bytes(9000)]])
+def test_what_is_too_large_is_left_to_others(ends, frame):
+    writer, reader = ends
+    assert writer.push([[b"before"], frame, [b"behind"]], 0) == 1
+    assert reader.pop(0) == [[b"before"]]
+
+
+@compiled
+def test_a_full_ring_takes_what_fits_and_has_room_again(ends):
+    writer, reader = ends
+    chance = random.Random(3)
+    sent, got = [], []
+    for turn in range(400):  # around the ring many times, with records of all sizes at its edge
+        frames = [[b"%d" % turn, bytes(chance.choice([0, 1, 7, 8, 100, 3000, 15_000]))] for _ in range(20)]
+        taken = writer.push(frames, 0)
+        sent += frames[:taken]
+        if taken < 20 or chance.random() < 0.3:
+            got += reader.pop(0)
+    got += reader.pop(0)
+    assert got == sent and len(sent) > 1000
+
+
+@compiled
+def test_a_frame_waits_for_those_that_come_another_way(ends):
+    writer, reader = ends
+    writer.push([[b"first"]], 0)
+    writer.push([[b"third"]], 1)
+    assert reader.pop(0) == [[b"first"]]
+    assert ring.fall_asleep((reader,)) == []  # there is nothing to do yet
+    assert reader.pop(1) == [[b"third"]]
+
+
+@compiled
+def test_only_a_sleeper_is_to_be_woken_and_once(ends):
+    writer, reader = ends
+    reader.attended = True
+    writer.push([[b"a"]], 0)
+    assert writer.rouse() and not writer.rouse()  # until somebody looks
+    assert reader.rung()
+    assert ring.fall_asleep((reader,)) == [0] and not writer.rouse()  # it may not sleep
+    reader.pop(0)
+    assert ring.fall_asleep((reader,)) == []
+    writer.push([[b"b"]], 0)
+    assert not reader.rung() and writer.rouse() and not writer.rouse()
+    assert reader.rung() and not reader.rung()
+
+
+@compiled
+def test_whoever_polls_only_the_descriptor_is_put_to_sleep_by_the_last_pop(ends):
+    writer, reader = ends
+    assert reader.pop(0) == []
+    writer.push([[b"a"]], 0)
+    assert writer.rouse()
+
+
+@compiled
+def test_a_look_finds_what_is_in_a_ring_and_what_a_descriptor_has(ends):
+    writer, reader = ends
+    bell = os.eventfd(0)
+    epoll = select.epoll()
+    epoll.register(bell, select.EPOLLIN)
+    assert not ring.look((reader,), epoll.fileno(), 1e-4)[0]
+    writer.push([[b"a"]], 0)
+    assert ring.look((reader,), epoll.fileno(), WAIT_S)[0]
+    reader.pop(0)
+    os.eventfd_write(bell, 1)
+    assert ring.look((reader,), epoll.fileno(), WAIT_S)[0]
+    epoll.close()
+    os.close(bell)
+
+
+@compiled
+@pytest.mark.parametrize(
+    "garbage",
+    [b"\xff" * 64, b"\x05" * 64, struct.pack("<IIQ", 64, 33, 0), struct.pack("<IIQI", 64, 1, 0, 45)],
+    ids=["skip", "size", "parts", "part"],
+)
+def test_what_is_no_frame_is_refused_and_nothing_outside_is_read(garbage):
+    memory = mmap.mmap(-1, 256 + 4096)
+    writer, reader = ring.compiled.Writer(memory, None), ring.compiled.Reader(memory, None)
+    assert writer.push([[b"good"], [bytes(40)]], 0) == 2
+    memory[256 + 24 : 256 + 24 + len(garbage)] = garbage
+    assert reader.pop(0) == [[b"good"]]
+    with pytest.raises(ValueError, match="no frame"):
+        reader.pop(0)
+
+
+@compiled
+@pytest.mark.parametrize("size", [256, 256 + 32, 256 + 100, 300])
+def test_memory_of_another_size_is_refused(size):
+    with pytest.raises(ValueError, match="power of two"):
+        ring.compiled.Reader(mmap.mmap(-1, size), None)
+
+
+@compiled
+def test_a_forked_child_has_nothing_to_do_with_it(ends):
+    writer, reader = ends
+    writer.push([[b"a"]], 0)
+    child = os.fork()
+    if child == 0:
+        nothing = reader.pop(0) == []
+        writer.push([[b"of the child"]], 0)
+        os._exit(0 if nothing else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert reader.pop(0) == [[b"a"]]
+
+
+# Links
+
+
+@pytest.fixture(params=["both", "left", "right", "none"])
+def links(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Link, Link]]:
+    """Links over shared memory, where both sides have rings, or one, or none."""
+    if request.param != "none" and ring.why_not:
+        pytest.skip(ring.why_not)
+    begin = RingLink._begin
+    dials = threading.get_ident()  # `connected` dials on a thread of its own, and accepts on this one
+
+    def with_or_without(link: RingLink) -> None:
+        side = "right" if threading.get_ident() == dials else "left"
+        with pytest.MonkeyPatch.context() as patch:
+            if request.param not in ("both", side):
+                patch.setattr(ring, "why_not", "the test does without")
+            begin(link)
+
+    monkeypatch.setattr(RingLink, "_begin", with_or_without)
+    with connected(SHM) as pair:
+        yield pair
+
+
+def test_small_and_large_frames_keep_their_order_whichever_way_each_takes(links):
+    left, right = links
+    chance = random.Random(1)
+    frames = [[b"%d" % i, bytes(chance.choice([0, 10, 5000, 20_000, 70_000, 300_000]))] for i in range(400)]
+    assert plain(exchange(left, right, frames)) == frames
+    assert plain(exchange(right, left, frames)) == frames
+
+
+def test_more_than_a_ring_holds_waits_for_the_reader(links):
+    left, right = links
+    frame = [b"x" * 1000]
+    sent = 0
+    while not left.blocked:
+        sent += left.send_nowait([frame] * 50)
+    receiver = Receiver(right)
+
+    def done() -> bool:
+        left.flush_nowait()
+        return receiver.step() == sent
+
+    wait_until(done, left, right)
+    assert left.send_nowait([[b"last"]]) == 1
+    wait_until(lambda: receiver.step() == sent + 1, right)
+    assert receiver.frames == [*[frame] * sent, [b"last"]]
+
+
+def test_what_was_sent_before_the_end_is_read_before_it(links):
+    left, right = links
+    exchange(left, right, [[b"the way is open"]])
+    exchange(right, left, [[b"and back"]])
+    left.send_nowait([[b"%d" % i] for i in range(100)])
+    left.abort()
+    receiver = Receiver(right)
+    assert isinstance(receiver.until_end(), LinkSevered)
+    assert receiver.frames == [[b"%d" % i] for i in range(100)]
+
+
+@compiled
+def test_no_frame_is_slept_through(monkeypatch):
+    """Two pollers throw frames to each other, in volleys; each looks for a while before it sleeps, or not."""
+    rounds = 4000
+    with connected(SHM) as (left, right):
+        errors: list[BaseException] = []
+
+        def play(link: Link, seed: int, begins: bool) -> None:
+            chance = random.Random(seed)
+            poller = Poller()
+            heard = 0
+
+            def hear(event: int) -> None:
+                nonlocal heard
+                heard += len(link.recv_nowait())
+
+            try:
+                poller.register(link.fileno(), hear, link.ring)
+                wanted = 0
+                for turn in range(rounds):
+                    volley = 1 + turn % 3
+                    if begins:
+                        assert link.send_nowait([[b"ball"]] * volley) == volley
+                    wanted += volley
+                    while heard < wanted:
+                        poller.poll(WAIT_S, eager=chance.random() < 0.5)
+                    if not begins:
+                        assert link.send_nowait([[b"ball"]] * volley) == volley
+            except BaseException as error:
+                errors.append(error)
+            finally:
+                poller.shut()
+                poller.close()
+
+        threads = [
+            threading.Thread(target=play, args=(left, 1, True)),
+            threading.Thread(target=play, args=(right, 2, False)),
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WAIT_S)
+            assert not thread.is_alive(), "a frame was slept through"
+        assert not errors
+
+
+@compiled
+def test_garbage_in_a_ring_ends_its_link(monkeypatch):
+    with connected(SHM) as (left, right):
+        exchange(left, right, [[b"the way is open"]])
+        exchange(right, left, [[b"and back"]])
+
+        class Broken:
+            attended = False
+
+            def pop(self, after: int) -> None:
+                raise ValueError("what lies in the ring is no frame")
+
+        monkeypatch.setattr(right, "ring", Broken())
+        left.send_nowait([[b"x"]])
+        assert isinstance(Receiver(right).until_end(), RemoteProtocolError)
+
+
+def test_that_there_are_no_rings_is_said_once(monkeypatch, caplog):
+    monkeypatch.setattr(ring, "why_not", "the test does without")
+    monkeypatch.setattr(ring_link, "_unsaid", threading.Semaphore(1))
+    with caplog.at_level("INFO", "monarch"), connected(SHM):
+        pass
+    assert [record.message for record in caplog.records if "ring" in record.message] == [
+        "ring.left_out reason='the test does without' hint='calls on this host take longer, and are the same otherwise'"
+    ]

@@ -6,6 +6,7 @@ books of one process; the evidence comes from the gateway (processes) and from t
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections import OrderedDict
@@ -19,6 +20,7 @@ from monarch.log import get_logger
 log = get_logger("monarch.monitor")
 
 _TOMBSTONES: Final = 2_000
+_ENDED_BY_OTHERS: Final = (signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGHUP)
 
 
 @define(frozen=True)
@@ -52,6 +54,12 @@ class Down:
     @property
     def stopped(self) -> bool:
         return self.kind == "stopped"
+
+    @property
+    def crashed(self) -> bool:
+        """Whether it went wrong by itself: one that was to end and was killed for that, say, has not."""
+        by_itself = self.signal is not None and self.signal not in _ENDED_BY_OTHERS
+        return self.kind == "failed" or bool(self.code) or by_itself
 
     def then(self, later: Down) -> Down:
         """Why something has ended that was about to end as this says when `later` came: the first failure counts."""

@@ -70,10 +70,10 @@ class RootClient(ProcClient):
             raise RuntimeError("the client has already been shut down (shutdown_context, or the end of the program)")
 
     def supervise(self, failure: MeshFailure) -> None:
-        """While all is being stopped, what an actor raises over its last messages still counts; other ends do not."""
+        """While all is being stopped, what crashes over its last messages still counts; other ends do not."""
         if self._at_exit:
             self._last_faults.append(failure)
-        elif self._shutdown is None or failure.kind == "failed":
+        elif self._shutdown is None or failure.down.crashed:
             self._faults.put(failure)
 
     def undeliverable(self, envelope: Envelope, down: Down) -> None:
@@ -132,7 +132,7 @@ class RootClient(ProcClient):
             except Exception as error:
                 log.warning("shutdown.unfinished", error=str(error))
                 self.agent.close(0.2)
-        self._faults.take_last([failure for failure in self._last_faults if failure.kind == "failed"])
+        self._faults.take_last([failure for failure in self._last_faults if failure.down.crashed])
 
 
 class _Faults:

@@ -197,6 +197,7 @@ class _Launched:
     owner: ActorId
     running: Running | None = None
     stopping: str | None = None
+    signalled: bool = False  # it was told to stop, and had not
     down: Down | None = None
 
 
@@ -210,6 +211,19 @@ class Resident:
     up: bool
     linked: bool  # what is asked reaches it
     stopping: bool
+
+
+def _down_of(exit: Exit, stopping: str | None, signalled: bool) -> Down:
+    """Why a process is gone. One that was told to stop has stopped, unless it crashed over that."""
+    kind = "killed" if exit.signal is not None else "exited"
+    colon = " failed:" if exit.signal is not None or exit.error is not None else ""
+    text = f"the process this actor was running on{colon} {exit.describe()}"
+    down = Down(kind, text, exit.pid or 0, socket.gethostname(), exit.code, exit.signal)
+    if stopping is None:
+        return down
+    if signalled or exit.error is not None or not down.crashed:
+        return evolve(down, kind="stopped", reason=stopping)
+    return evolve(down, reason=f"{text}, while it was being stopped")
 
 
 class HostAgent:
@@ -294,15 +308,7 @@ class HostAgent:
         self._runtime.gateway.call_later(0.0, lambda: self._exited(proc, launched, exit))
 
     def _exited(self, proc: ProcId, launched: _Launched, exit: Exit) -> None:
-        down = launched.down
-        if launched.stopping is not None:
-            down = Down("stopped", launched.stopping, exit.pid or 0, socket.gethostname(), exit.code, exit.signal)
-        elif down is None:
-            kind = "killed" if exit.signal is not None else "exited"
-            colon = " failed:" if exit.signal is not None or exit.error is not None else ""
-            text = f"the process this actor was running on{colon} {exit.describe()}"
-            down = Down(kind, text, exit.pid or 0, socket.gethostname(), exit.code, exit.signal)
-        launched.down = down
+        down = launched.down = launched.down or _down_of(exit, launched.stopping, launched.signalled)
         runtime = self._runtime
 
         def read() -> None:
@@ -416,6 +422,7 @@ class HostAgent:
             if launched.down is None and launched.running is not None:
                 late = "it was told to stop, and has not: an endpoint may still run"
                 log.warning("proc.signalled", proc=launched.request.title, signal=signum, reason=late)
+                launched.signalled = True
                 launched.running.kill(signum)
 
     def _on_owner_gone(self, key: int, down: Down) -> None:

@@ -40,8 +40,7 @@ class MeshProc(Proc):
         agent: makes and stops its actors.
         transfers: what carries out one-sided transfers; made at first use.
         on_actors_changed: called when there is one actor more or less.
-        failed_actors: how many actors ended by a failure.
-        last_failure: how the last of these ended.
+        last_failure: how the last of its actors ended that failed.
     """
 
     def __init__(self, proc_id: ProcId, transport: Transport, secret: bytes, *, root: ProcId | None = None) -> None:
@@ -66,7 +65,6 @@ class MeshProc(Proc):
         self.agent = ProcAgent(self)
         self.transfers: Transfers | None = None
         self.on_actors_changed: Callable[[], None] = lambda: None
-        self.failed_actors = 0
         self.last_failure: Down | None = None
 
     @property
@@ -89,7 +87,6 @@ class MeshProc(Proc):
     def actor_ended(self, instance: Instance, down: Down) -> None:
         self.books.owners.pop(instance.actor_id.number, None)
         if not down.stopped:
-            self.failed_actors += 1
             self.last_failure = down
         super().actor_ended(instance, down)
         self.breakpoints.forget(instance.actor_id.number)

@@ -64,7 +64,7 @@ class OwnedActors:
                 return False
             self.downs[rank] = down
             all_down = len(self.downs) == len(self.procs)
-            expected = told or down.stopped or (self._stopping is not None and down.kind != "failed")
+            expected = told or down.stopped or (self._stopping is not None and not down.crashed)
         self.owner.forget(self.procs[rank].key, self.number)
         if all_down:
             self.owner.owned.pop(self.number, None)
@@ -148,7 +148,7 @@ class OwnedProcs:
 
     def proc_gone(self, key: int, down: Down) -> bool:
         rank = self.ranks.get(key)
-        if rank is None or self.stopping is not None or down.stopped:
+        if rank is None or down.stopped or (self.stopping is not None and not down.crashed):
             return False
         self.owner.supervise(MeshFailure(self.name, [rank], self._describe(rank), down))
         return True

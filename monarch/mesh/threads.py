@@ -80,7 +80,7 @@ class ThreadStarter:
         runtime = start(boot)
         runtime.handlers["log_level"] = lambda *_: None  # the handlers of root loggers are the client's
         group = ThreadGroup(os.getpid(), runtime, report)
-        runtime.agent.on_end = lambda: group._end(Exit(group.pid, code=1 if runtime.failed_actors else 0))
+        runtime.agent.on_end = lambda: group._end(Exit(group.pid, code=0))
         assert boot.proc.keeper is not None
         runtime.gateway.connect(boot.proc.keeper)
         return group

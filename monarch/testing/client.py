@@ -118,7 +118,8 @@ class TestClient:
 
     def settle(self, timeout_s: float = _SETTLE_LIMIT_S) -> None:
         """Wait until the actors that the client spawned have served what it sent them, and until the failures among
-        them are known. An actor that is busy for longer is left alone, and what others sent is not waited for."""
+        them are known. An actor that is busy for longer is left alone, and what others sent is not waited for: the stop
+        at the end of the block waits for all of it."""
         deadline_s = time.monotonic() + timeout_s
 
         def left_s() -> float:
@@ -208,7 +209,8 @@ def _asked(owned: OwnedActors) -> list[tuple[int, Future[None]]]:
 def fresh_client(transport: str = "inproc", driver: str | None = None, **values: Any) -> Iterator[TestClient]:
     """The client of this process, for a block: `context()`, `this_host()` and all the rest use it.
 
-    At the end everything that it owns is stopped, and what was there before is there again, the settings included.
+    At the end everything that it owns is stopped, down to what actors own, and what was there before is there again,
+    the settings included.
 
     Args:
         transport: "inproc" (processes are groups of threads here), "shm", "ipc" or "tcp" (processes are real).
@@ -216,7 +218,8 @@ def fresh_client(transport: str = "inproc", driver: str | None = None, **values:
         values: settings, for this process and the ones it starts.
 
     Raises:
-        UnexpectedFaults: at the end of the block, when failures reached the client that would have ended the program.
+        UnexpectedFaults: at the end of the block, when failures have reached the client that would have ended the
+            program; failures over the stop count.
     """
     import monarch.actor
 
@@ -252,3 +255,4 @@ def fresh_client(transport: str = "inproc", driver: str | None = None, **values:
                 monarch.actor.unhandled_fault_hook = hook
                 context_module.set_client_context(before)
                 context_module.current_context.set(outer)
+        client.check_faults()  # also what failed over its last messages, or its cleanup

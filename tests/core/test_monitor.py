@@ -138,3 +138,25 @@ def test_a_down_reads_as_its_reason_and_pickles() -> None:
     assert str(Down("exited", "process 42 has ended", 42)) == "process 42 has ended"
     assert pickle.loads(pickle.dumps(down)) == down
     assert Down("stopped", "x").stopped and not down.stopped
+
+
+@pytest.mark.parametrize(
+    ("down", "crashed"),
+    [
+        (Down("stopped", "it was asked to"), False),
+        (Down("failed", "it raised"), True),
+        (Down("unreachable", "nobody knows"), False),
+        (Down("exited", "by itself", code=0), False),
+        (Down("exited", "by itself", code=1), True),
+        *((Down("killed", "by others", signal=number), False) for number in (1, 2, 9, 15)),
+        *((Down("killed", "by itself", signal=number), True) for number in (4, 6, 7, 8, 11)),
+    ],
+)
+def test_a_crash_is_what_goes_wrong_by_itself(down: Down, crashed: bool) -> None:
+    assert down.crashed == crashed
+
+
+def test_of_several_reasons_the_first_failure_counts() -> None:
+    stop, first, second = Down("stopped", "asked"), Down("failed", "1"), Down("killed", "2", signal=11)
+    assert [stop.then(first), stop.then(first).then(second), first.then(stop)] == [first, first, first]
+    assert stop.then(stop) == stop

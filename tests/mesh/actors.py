@@ -411,6 +411,11 @@ class FailingCleaner(Actor):
         raise ValueError("cleanup says no")
 
 
+class CrashingCleaner(Actor):
+    def __cleanup__(self, exc: Exception | None) -> None:
+        os._exit(5)
+
+
 class FailingInit(Actor):
     def __init__(self, text: str) -> None:
         raise ValueError(text)

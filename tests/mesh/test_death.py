@@ -314,6 +314,45 @@ def test_a_busy_process_is_not_dead(transport: str, driver: str) -> None:
         assert next(iter(spinning.get(LIMIT_S).values())) > 0
 
 
+HELD = """
+import ctypes, sys
+from monarch.actor import Actor, endpoint, this_host
+from monarch.testing import fresh_client
+
+class Held(Actor):
+    @endpoint
+    def hold(self, seconds):
+        return ctypes.PyDLL(None).sleep(seconds)
+    @endpoint
+    def size(self, data):
+        return len(data)
+
+class Owner(Actor):  # a process besides the keeper that loses nothing
+    @endpoint
+    def watch(self, seconds):
+        self.held = this_host().spawn_procs().spawn("held", Held)
+        holding = self.held.hold.call_one(seconds)
+        sizes = [self.held.size.call_one(bytes(8 << 20)) for _ in range(4)]  # more than the system buffers
+        return self.held, holding.get(), [size.get() for size in sizes]
+
+with fresh_client(sys.argv[1]):
+    owner = this_host().spawn_procs().spawn("owner", Owner)
+    held, left, sizes = owner.watch.call_one(60).get()
+    assert (left, sizes) == (0, [8 << 20] * 4)
+    assert held.size.call_one(b"x").get() == 1
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_an_interpreter_that_native_code_holds_for_a_minute_is_not_dead() -> None:
+    command = [sys.executable, "-W", "error", "-c", HELD]
+    names = ("tcp", "ipc", "shm")
+    runs = [subprocess.Popen([*command, name], stderr=subprocess.PIPE, text=True) for name in names]
+    ends = [(run.communicate(timeout=150)[1], run.returncode) for run in runs]
+    assert ends == [("", 0)] * 3
+
+
 def test_a_death_during_a_stop_is_no_failure(client: TestClient, channel: Any) -> None:
     port, receiver = channel
     procs = this_host().spawn_procs({"gpus": 2})

@@ -10,8 +10,18 @@ from typing import Any
 import pytest
 
 from monarch.actor import Channel, SupervisionError, shutdown_context, this_host, this_proc
+from monarch.launch.process import Exit
+from monarch.mesh.host import _down_of
 from monarch.testing import TestClient, fresh_client, wait_until_gone
-from tests.mesh.actors import AsyncCleaner, AsyncWorker, Cleaner, FailingCleaner, HangingCleaner, Worker
+from tests.mesh.actors import (
+    AsyncCleaner,
+    AsyncWorker,
+    Cleaner,
+    CrashingCleaner,
+    FailingCleaner,
+    HangingCleaner,
+    Worker,
+)
 from tests.mesh.conftest import Shared
 
 Spawn = Callable[..., Any]
@@ -142,6 +152,38 @@ def test_a_cleanup_that_raises_is_a_failure(shared: Shared, alone: Any) -> None:
     failing.stop().get(10)
 
     assert shared.client.expect_fault("cleanup says no").mesh_name == "failing"
+
+
+@pytest.mark.parametrize(
+    ("exit", "stopping", "signalled", "kind"),
+    [
+        (Exit(7, code=0), None, False, "exited"),
+        (Exit(7, signal=9), None, False, "killed"),
+        (Exit(None, error="no such file"), None, False, "exited"),
+        (Exit(7, code=0), "asked", False, "stopped"),
+        (Exit(7, signal=9), "asked", False, "stopped"),
+        (Exit(None, error="no such file"), "asked", False, "stopped"),
+        (Exit(7, code=5), "asked", False, "exited"),
+        (Exit(7, signal=11), "asked", False, "killed"),
+        (Exit(7, code=143), "asked", True, "stopped"),  # a handler of SIGTERM may exit like this
+    ],
+)
+def test_a_process_that_was_told_to_stop_has_stopped_unless_it_crashed(
+    exit: Exit, stopping: str | None, signalled: bool, kind: str
+) -> None:
+    down = _down_of(exit, stopping, signalled)
+    assert (down.kind, down.code, down.signal) == (kind, exit.code, exit.signal)
+    assert ("while it was being stopped" in down.reason) == (stopping is not None and kind != "stopped")
+
+
+@pytest.mark.parametrize("whom", ["actors", "processes", "everything"])
+def test_a_process_that_crashes_in_a_cleanup_is_missed(real_client: TestClient, whom: str) -> None:
+    procs = this_host().spawn_procs()
+    crashing = procs.spawn("crashing", CrashingCleaner)
+    crashing.initialized.get(10)
+    stopped = {"actors": crashing.stop, "processes": procs.stop, "everything": shutdown_context}[whom]()
+    stopped.get(10)
+    assert real_client.expect_fault("exited with non-zero code 5").mesh_name == "crashing"
 
 
 def test_a_stop_of_actors_leaves_their_processes(spawn: Spawn, shared: Shared) -> None:

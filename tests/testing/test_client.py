@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 import monarch.actor
-from monarch.actor import Actor, context, endpoint, this_host
+from monarch.actor import Actor, context, endpoint, this_host, this_proc
 from monarch.config import get_global_config
 from monarch.testing import UnexpectedFaults, fresh_client
-from tests.mesh.actors import Worker
+from tests.mesh.actors import FailingCleaner, Worker
 
 
 def descriptors() -> int:
@@ -110,6 +110,17 @@ def test_a_failure_of_the_last_line_fails_the_block(
         for _ in range(5):
             frail.work.broadcast()
         getattr(frail.slice(gpus=1), last_line).broadcast()
+
+
+def test_a_failure_over_the_end_of_an_actor_fails_the_block() -> None:
+    class Owner(Actor):
+        def __init__(self) -> None:
+            self.child = this_proc().spawn("child", FailingCleaner)
+            self.child.initialized.get(10)
+
+    match = r"(?s)Owner owner .*child.* raised ValueError: cleanup says no"
+    with pytest.raises(UnexpectedFaults, match=match), fresh_client():
+        this_host().spawn_procs().spawn("owner", Owner).initialized.get(10)
 
 
 @pytest.mark.parametrize("transport", ["inproc", "ipc"])

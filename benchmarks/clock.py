@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Final
 
 from benchmarks.figures import Figure
 
 now_s = time.perf_counter
+_LIMIT_S: Final = 3.0
 
 
 def timed(once: Callable[[], object]) -> float:
@@ -18,10 +20,14 @@ def timed(once: Callable[[], object]) -> float:
 
 
 def times(once: Callable[[], object], n: int) -> list[float]:
-    """Seconds of each of `n` calls, after some that warm up."""
+    """Seconds of each of `n` calls, after some that warm up; of two and more, where all take longer than `_LIMIT_S`."""
+    end_s = now_s() + _LIMIT_S
     for _ in range(max(1, n // 10)):
         once()
-    return [timed(once) for _ in range(n)]
+    measured: list[float] = []
+    while len(measured) < n and (len(measured) < 2 or now_s() < end_s):
+        measured.append(timed(once))
+    return measured
 
 
 def quantile(values: Sequence[float], q: float) -> float:

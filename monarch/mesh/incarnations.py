@@ -178,7 +178,11 @@ class Shell:
         if self._incarnations.get(incarnation.child.name) is not incarnation or rank in incarnation.downs:
             return []
         incarnation.downs[rank] = down
-        if not down.stopped and not incarnation.stopping and incarnation.failure is None:
+        if incarnation.stopping:
+            if down.crashed:  # changes nothing, and must not be missed
+                named = {"supervisor": self.instance.name, "child": incarnation.child.name}
+                log.warning("child.failed_while_stopped", **named, reason=str(down))
+        elif not down.stopped and incarnation.failure is None:
             incarnation.failure = down
             self._last[incarnation.child.name] = self._told_of(incarnation, rank, down)
         all_down = len(incarnation.downs) == len(incarnation.mesh._procs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import signal
@@ -15,7 +16,7 @@ from monarch.actor import Actor, ActorError, Channel, SupervisionError, context,
 from monarch.errors import MeshError
 from monarch.supervision import Child, Restart, Strategy, Supervisor
 from monarch.testing import TestClient, wait_until_gone
-from tests.mesh.actors import Worker
+from tests.mesh.actors import FailingCleaner, Worker
 from tests.mesh.children import Caller, Shop, Slow, Storyteller, Stubborn, Teller
 
 LIMIT_S = 20.0
@@ -430,6 +431,14 @@ def test_a_child_that_does_not_end_in_its_time_is_killed(real_client: TestClient
     supervisor.stop().get(LIMIT_S)
 
     wait_until_gone(pid)
+
+
+def test_a_child_that_fails_while_it_is_stopped_is_told_of(client: TestClient, caplog: Any) -> None:
+    supervisor = supervise(Child("child", FailingCleaner))
+    supervisor.child("child").initialized.get(LIMIT_S)
+    with caplog.at_level(logging.WARNING, "monarch"):
+        supervisor.stop().get(LIMIT_S)
+    assert "child.failed_while_stopped" in caplog.text and "cleanup says no" in caplog.text
 
 
 def test_what_queues_is_served_before_a_stop(client: TestClient, channel: Any) -> None:

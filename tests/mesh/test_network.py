@@ -185,6 +185,7 @@ def test_a_stranger_without_the_secret_is_turned_away(
 
 
 @pytest.mark.torch
+@pytest.mark.timeout(180)  # each process imports torch
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="tensors need torch")
 def test_tensors_are_reduced_between_hosts(hosts: HostMesh) -> None:
     import torch

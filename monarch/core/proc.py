@@ -454,6 +454,7 @@ class Proc:
     def close(self, timeout_s: float = 2.0) -> None:
         """Deliver what was sent, leave, and fail what is still waited for: no answer comes through closed links."""
         self.gateway.close(timeout_s)
+        self.room.close()
         down = Down("stopped", f"process {self.proc_id.uid}, which waits for it, has closed its links")
         for peer in list(self.gateway.peers.values()):
             if peer.down is None:

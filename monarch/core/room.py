@@ -164,6 +164,11 @@ class Room:
         for target in [each for each in list(self.full) if each[0] == key]:
             self._on_room(target)
 
+    def close(self) -> None:
+        """This process has closed its links: nobody will hear of room."""
+        for target in list(self.full):
+            self._on_room(target)
+
     # ---- what processes tell each other, on the driving thread or the one of a local sender
 
     def _tell(self, key: int, what: str, *about: object) -> None:

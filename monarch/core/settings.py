@@ -448,7 +448,7 @@ SETTINGS: Final[Mapping[str, Setting]] = {
             "rdma_binding",
             Choice(("auto", "pyverbs", "ibverbs")),
             "auto",
-            "The binding to libibverbs; `auto`: pyverbs where it can be imported, else ibverbs.",
+            "The binding to libibverbs; `auto`: ibverbs where it can be imported, else pyverbs.",
             _OURS,
         ),
         Setting(

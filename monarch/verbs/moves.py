@@ -69,13 +69,16 @@ class Mover:
                     offset += size
                     in_flight += 1
             except OSError as error:
-                raise self._fail(TransferError(f"the queue pair takes no more requests: {error}")) from error
+                raise self._refused(error) from error
             in_flight -= len(self._completions(deadline_s))
 
     def word(self, opcode: Opcode, remote: int, rkey: int, compare_add: int, swap: int, deadline_s: float) -> int:
         """An atomic operation on 8 bytes; the value before. The lock is held. Errors as for `move`."""
         lkey = self.bounce_region.lkey
-        self._queue_pair.post_send(opcode, 0, self.bounce, 8, lkey, remote, rkey, compare_add, swap)
+        try:
+            self._queue_pair.post_send(opcode, 0, self.bounce, 8, lkey, remote, rkey, compare_add, swap)
+        except OSError as error:
+            raise self._refused(error) from error
         self._completions(deadline_s)
         return int.from_bytes(self._bounce_view[:8], "little")
 
@@ -109,6 +112,9 @@ class Mover:
             raise self._fail(TransferError(self.broken or "the connection was given up"))
         if ready:
             self._queue_pair.take_event()
+
+    def _refused(self, error: OSError) -> Exception:
+        return self._fail(TransferError(f"the queue pair takes no more requests: {error}"))
 
     def _fail(self, error: Exception) -> Exception:
         self.broken = self.broken or str(error)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import errno
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -46,6 +48,16 @@ class _Pyverbs:
         self.MR, self.PD = import_module("pyverbs.mr").MR, import_module("pyverbs.pd").PD
         self.Error: type[Exception] = import_module("pyverbs.pyverbs_error").PyverbsRDMAError
 
+    def os_error(self, error: Any) -> OSError:
+        return OSError(getattr(error, "error_code", 0), str(error))
+
+    @contextmanager
+    def os_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except self.Error as error:
+            raise self.os_error(error) from error
+
 
 class _Device(alike.Device):
     def __init__(self, parts: _Pyverbs, device: str, port: int) -> None:
@@ -54,21 +66,18 @@ class _Device(alike.Device):
         self.access = (
             e.IBV_ACCESS_LOCAL_WRITE | e.IBV_ACCESS_REMOTE_WRITE | e.IBV_ACCESS_REMOTE_READ | e.IBV_ACCESS_REMOTE_ATOMIC
         )
-        try:
+        with parts.os_errors():
             context = parts.Context(name=device)
             super().__init__(context, parts.PD(context), port)
-        except parts.Error as error:
-            raise OSError(getattr(error, "error_code", 0), str(error)) from error
 
     def register(self, address: int, size_bytes: int) -> Region:
-        try:
+        with self._parts.os_errors():
             region: Region = self._parts.MR(self.pd, size_bytes, self.access, address=address)
-        except self._parts.Error as error:
-            raise OSError(getattr(error, "error_code", 0), str(error)) from error
         return region
 
     def queue_pair(self, depth: int) -> QueuePair:
-        return _QueuePair(self._parts, self, depth)
+        with self._parts.os_errors():
+            return _QueuePair(self._parts, self, depth)
 
 
 class _QueuePair(alike.Pair):
@@ -112,11 +121,9 @@ class _QueuePair(alike.Pair):
         attributes.sq_psn, attributes.max_rd_atomic = psn, 16
         attributes.timeout, attributes.retry_cnt = timing.timeout, timing.retries
         attributes.rnr_retry = timing.rnr_retries
-        try:
+        with parts.os_errors():
             self.qp.to_rtr(attributes)
             self.qp.to_rts(attributes)
-        except parts.Error as error:
-            raise OSError(getattr(error, "error_code", 0), str(error)) from error
 
     def receive(self, wr_id: int, address: int, size_bytes: int, lkey: int) -> Any:
         sge = self._parts.SGE(address, size_bytes, lkey)
@@ -143,7 +150,10 @@ class _QueuePair(alike.Pair):
             request.set_wr_rdma(rkey, remote)
         elif opcode is not Opcode.SEND:
             request.set_wr_atomic(rkey, remote, compare_add, swap)
-        self.qp.post_send(request)
+        try:
+            self.qp.post_send(request)
+        except self._parts.Error as error:
+            raise self._parts.os_error(error) from error
 
     def poll(self) -> list[Completion]:
         count, found = self.cq.poll(POLLED)

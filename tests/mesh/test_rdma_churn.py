@@ -107,7 +107,7 @@ def test_ten_thousand_transfers(path):
                     assert checksum == expected[other][at], f"memory of {rank}, used by {other}"
 
 
-class Reader(Actor):
+class Reader(User):
     """Reads again and again."""
 
     @endpoint
@@ -145,8 +145,7 @@ def test_the_owner_is_killed_in_the_middle_of_a_transfer(client, kind):
     client.expect_fault("Killed")
     # One that takes its place is reached, by the same reader.
     again = alone(Holder, "again").offer.call_one(MIB, 2, kind).get(WAIT_S)
-    user = alone(User, "user")
-    assert user.read.call_one(again).get(WAIT_S) == pattern(2, MIB)
+    assert reader.read.call_one(again).get(WAIT_S) == pattern(2, MIB)
 
 
 def test_the_reader_is_killed_in_the_middle_of_a_transfer(client):

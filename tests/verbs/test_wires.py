@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 
@@ -18,12 +19,12 @@ from monarch.errors import TransferError
 from monarch.onesided.check import loopback
 from monarch.onesided.local import local
 from monarch.verbs import devices
-from monarch.verbs.adapter import Opcode, Timing
+from monarch.verbs.adapter import SUCCESS, Opcode, Timing
 from monarch.verbs.moves import Mover, RemoteAccess
 from monarch.verbs.node import Node, Wire
 from monarch.verbs.registrations import register
 from tests.forks import fork
-from tests.until import until
+from tests.verbs import cable
 
 pytestmark = [pytest.mark.rdma, pytest.mark.timeout(200)]
 
@@ -162,6 +163,59 @@ def test_descriptors_do_not_leak(nodes):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def test_a_full_queue_refuses_and_goes_on(nodes):
+    ends = join(nodes)
+    wire, passive = nodes[0].wire(4), nodes[1].wire(4)
+    passive.connect(wire.mine)
+    wire.connect(passive.mine)
+    post, mine, theirs = wire.queue_pair.post_send, local(ends.mine).address, local(ends.theirs).address
+    taken = 0
+    with pytest.raises(OSError, match="post"):
+        for taken in range(64):  # each takes longer than the rest of the loop
+            post(Opcode.READ, taken, mine, 4 * MIB, ends.lkey, theirs, ends.rkey)
+    assert taken >= 4
+    done, deadline_s = [], time.monotonic() + 30
+    while len(done) < taken and time.monotonic() < deadline_s:
+        done += wire.queue_pair.poll()
+    assert [(each.wr_id, each.status) for each in done] == [(number, SUCCESS) for number in range(taken)]
+    post(Opcode.READ, 0, mine, 8, ends.lkey, theirs, ends.rkey)
+    for each in (wire, passive, *ends.close):
+        each.close()
+
+
+def test_queues_that_no_device_has_are_refused(nodes):
+    with pytest.raises(OSError):
+        nodes[0].wire(1 << 24)
+
+
+LOCKED = """
+import os, resource, sys
+from monarch.errors import TransferError
+from monarch.onesided.local import local
+from monarch.verbs.node import Node
+from monarch.verbs.registrations import register
+resource.setrlimit(resource.RLIMIT_MEMLOCK, (8 << 20, 8 << 20))
+node = Node(*sys.argv[1:])
+if os.geteuid() == 0:
+    os.setresuid(65534, 65534, 65534)
+small, large = bytearray(1 << 20), bytearray(16 << 20)
+register(node.device, local(small).address, len(small)).close()
+try:
+    register(node.device, local(large).address, len(large))
+except TransferError as error:
+    print(error)
+"""
+
+
+def test_memory_that_may_not_be_locked_is_an_error_that_says_what_to_do():
+    binding = settings.get("rdma_binding")
+    command = [sys.executable, "-c", LOCKED, f"nic:{device_names()[0]}", binding]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
+    assert f"{16 * MIB} bytes could not be registered" in told
+    assert f"this process may lock {8 * MIB} bytes (`ulimit -l`). Raise the limit" in told
+
+
 def test_a_loopback_transfer(nodes):
     assert loopback(nodes[0]) > 0
 
@@ -171,17 +225,13 @@ if "RDMA_VM" in os.environ:  # only there is a cable that may be pulled
     def test_the_cable_is_pulled_and_put_in_again(nodes):
         ends = join(nodes, timing=SOON)
         ends.move(Opcode.READ, MIB)
-        subprocess.run(["ip", "link", "set", "rdma1", "down"], check=True)
-        try:
+        with cable.pulled():
             with pytest.raises((TransferError, TimeoutError)) as told:
                 ends.move(Opcode.WRITE, MIB, limit_s=30)
-        finally:
-            subprocess.run(["ip", "link", "set", "rdma1", "up"], check=True)
-        for each in ends.close:
-            each.close()
+            for each in ends.close:
+                each.close()
         assert "does not answer" in str(told.value)
 
-        until(lambda: any(gid.gid.endswith("0a4d:0002") for port in devices.ports() for gid in port.gids), 30)
         ends = join(nodes)
         ends.move(Opcode.READ, MIB)
         assert ends.mine[:MIB] == ends.theirs[:MIB]

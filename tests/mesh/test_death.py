@@ -229,9 +229,9 @@ def test_a_client_that_is_killed_leaves_no_process(signum: int) -> None:
         "from monarch.actor import this_host\nfrom tests.mesh.actors import Parent, Worker\n"
         "from monarch.actor import Channel\nport, _ = Channel.open()\n"
         "procs = this_host().spawn_procs({'gpus': 2})\n"
-        "pids = list(procs.spawn('w', Worker).pid.call().get(LIMIT_S).values())\n"
+        "pids = list(procs.spawn('w', Worker).pid.call().get(10).values())\n"
         "parent = procs.slice(gpus=0).spawn('p', Parent, port, 'handle')\n"
-        "pids += parent.spawn_procs.call_one(2, 'own').get(LIMIT_S).pid.call().get(LIMIT_S).values()\n"
+        "pids += parent.spawn_procs.call_one(2, 'own').get(10).pid.call().get(10).values()\n"
         "print(*pids, flush=True)\nimport time; time.sleep(60)\n"
     )
     environ = {**os.environ, "PYTHONPATH": ":".join(filter(None, sys.path)), "MONARCH_TRANSPORT": "ipc"}

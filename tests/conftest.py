@@ -24,7 +24,7 @@ os.environ["MONARCH_PRELOAD"] = "none"  # else tests that import torch make it s
 
 # A loaded machine must not fail a property for being slow; the same examples each time where nobody looks at a failure.
 # `-m "slow or hypothesis" --hypothesis-profile thorough` is for those who have time.
-for _profile, _examples, _steps in (("monarch", 20, 30), ("thorough", 200, 50)):
+for _profile, _examples, _steps in (("monarch", 20, 30), ("thorough", 100, 50)):
     hypothesis.settings.register_profile(
         _profile,
         deadline=None,

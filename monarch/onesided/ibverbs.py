@@ -30,7 +30,7 @@ from monarch.onesided.path import NotReachable, Remote, left_of
 from monarch.verbs.adapter import Opcode, Peer, Region
 from monarch.verbs.moves import BOUNCE_BYTES, Mover, RemoteAccess
 from monarch.verbs.node import Node, Wire, node
-from monarch.verbs.registrations import register
+from monarch.verbs.registrations import register, register_cuda
 
 log = get_logger("monarch.rdma")
 
@@ -122,6 +122,16 @@ class Verbs:
                 raise TransferError(f"{remote} cannot be used: {trouble}")
             self._keys[remote.number] = key
         return int(key)
+
+    def check(self, remote: Remote) -> None:
+        """Raises: NotReachable, when the device of the owner cannot use the buffer."""
+        try:
+            with self._using(remote, time.monotonic() + _CONNECT_LIMIT_S):
+                pass
+        except BufferDropped:
+            raise
+        except (TransferError, TimeoutError) as error:
+            raise NotReachable(str(error)) from error
 
     def read(self, remote: Remote, target: Local, deadline_s: float) -> None:
         if remote.size_bytes <= BOUNCE_BYTES:
@@ -237,10 +247,8 @@ class Passive:
         return region.rkey, ""
 
     def _register(self, export: Export) -> Region:
-        if export.local.device != "cpu":
-            raise TransferError(f"the buffer is on {export.local.device}, which this binding cannot register")
-        device = node().device
-        region = register(device, export.local.address, export.local.size_bytes)
+        enter = register if export.local.device == "cpu" else register_cuda
+        region = enter(node().device, export.local.address, export.local.size_bytes)
         export.on_withdraw.append(lambda: self._deregister(export.number))
         return region
 

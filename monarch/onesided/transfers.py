@@ -223,12 +223,14 @@ class Transfers:
             device = node()
         except NotViable as error:
             raise NotReachable(str(error)) from None
-        if remote.device != "cpu":
-            raise NotReachable(f"the buffer is on {remote.device}")
         for (owner, *_), path in list(self._paths.items()):
             if owner == remote.owner.proc.key and isinstance(path, Verbs):
-                return path
-        return Verbs(Chunks(self.runtime, ""), device, remote, because)
+                break
+        else:
+            path = Verbs(Chunks(self.runtime, ""), device, remote, because)
+        if remote.device != "cpu":
+            path.check(remote)
+        return path
 
     def _chunks(self, remote: Remote, because: str) -> Path:
         if settings.get("rdma_path") != "tcp" and not settings.get("rdma_allow_tcp_fallback"):

@@ -155,6 +155,10 @@ class OpenDevice(Protocol):
         """Pin memory for local and remote use. Raises: OSError."""
         ...
 
+    def register_dmabuf(self, fd: int, offset: int, size_bytes: int, address: int) -> Region:
+        """A part of a dma-buf, which others find at `address`. Raises: OSError, also where the binding cannot."""
+        ...
+
     def queue_pair(self, depth: int) -> QueuePair:
         """One with room for `depth` sends and as many receives."""
         ...

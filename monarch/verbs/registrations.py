@@ -20,6 +20,7 @@ from attrs import define
 
 from monarch.errors import TransferError
 from monarch.verbs.adapter import OpenDevice, Region
+from monarch.verbs.dmabuf import exported
 
 _MOST_BYTES: Final = 4 << 30
 
@@ -46,6 +47,15 @@ def register(device: OpenDevice, address: int, size_bytes: int) -> Region:
             "(`ulimit -l`). Raise the limit (memlock in /etc/security/limits.conf, LimitMEMLOCK of a systemd unit, "
             "--ulimit memlock=-1 of a container)"
         ) from error
+
+
+def register_cuda(device: OpenDevice, address: int, size_bytes: int) -> Region:
+    """Register memory of a CUDA device. Raises: TransferError: its driver, the RDMA device or the binding cannot."""
+    try:
+        with exported(address, size_bytes) as (fd, offset):
+            return device.register_dmabuf(fd, offset, size_bytes, address)
+    except OSError as error:
+        raise TransferError(f"memory of a CUDA device cannot be registered with the RDMA device: {error}") from error
 
 
 @define(eq=False)

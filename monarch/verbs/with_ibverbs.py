@@ -31,6 +31,10 @@ class _Device(alike.Device):
         region: Region = self.pd.reg_mr(address, size_bytes, self.access)
         return region
 
+    def register_dmabuf(self, fd: int, offset: int, size_bytes: int, address: int) -> Region:
+        region: Region = self.pd.reg_dmabuf_mr(offset, size_bytes, address, fd, int(self.access))
+        return region
+
     def queue_pair(self, depth: int) -> QueuePair:
         return _QueuePair(self._ib, self, depth)
 

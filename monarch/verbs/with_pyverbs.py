@@ -75,6 +75,9 @@ class _Device(alike.Device):
             region: Region = self._parts.MR(self.pd, size_bytes, self.access, address=address)
         return region
 
+    def register_dmabuf(self, fd: int, offset: int, size_bytes: int, address: int) -> Region:
+        raise OSError(errno.ENOTSUP, "pyverbs cannot say at which address others find it; the wheel ibverbs can")
+
     def queue_pair(self, depth: int) -> QueuePair:
         with self._parts.os_errors():
             return _QueuePair(self._parts, self, depth)

@@ -303,7 +303,8 @@ class _BulkPickler(_Pickler):
             else:
                 view = memoryview(obj)
                 part = outbox.allocate(view.nbytes)
-                memory.copy(part, view.cast("B") if view.c_contiguous else view.tobytes())
+                # Of `bytes` the object itself, and not a view: such a copy lets other threads run.
+                memory.copy(part, obj if kind is bytes else view.cast("B") if view.c_contiguous else view.tobytes())
             place = outbox.places[id(obj)] = len(outbox.bulk), kind is bytearray, obj
             outbox.bulk.append(part)
         return place[:2]

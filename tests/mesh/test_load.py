@@ -7,6 +7,7 @@ import os
 import threading
 from typing import Any
 
+import psutil
 import pytest
 
 from monarch.actor import Actor, endpoint, this_host
@@ -14,6 +15,16 @@ from monarch.testing import fresh_client
 from tests.mesh.actors import AsyncWorker
 
 pytestmark = pytest.mark.slow
+
+
+class Echo(Actor):
+    @endpoint
+    def echo(self, value: Any) -> Any:
+        return value
+
+    @endpoint
+    def pid(self) -> int:
+        return os.getpid()
 
 
 class Counter(Actor):
@@ -49,3 +60,23 @@ def test_a_call_that_takes_longer_than_any_limit_of_the_links_runs_once(transpor
 
         assert counter.run_for.call_one(1.0).get(30) == 1
         assert counter.run_for.call_one(0).get(30) == 2
+
+
+@pytest.mark.timeout(240)
+def test_memory_stays_as_it_is_over_many_calls() -> None:
+    with fresh_client("shm"):
+        echo: Any = this_host().spawn_procs({"gpus": 1}).spawn("echo", Echo)
+        processes = psutil.Process(), psutil.Process(echo.pid.call_one().get(30))
+        large = os.urandom(1 << 20)
+
+        def call(small_count: int, large_count: int) -> list[int]:
+            for _ in range(small_count // 100):
+                for future in [echo.echo.call_one(i) for i in range(100)]:
+                    future.get(30)
+            for _ in range(large_count):
+                assert echo.echo.call_one(large).get(30) == large
+            return [process.memory_info().rss for process in processes]
+
+        warm = call(5_000, 50)
+        after = call(100_000, 1_000)
+        assert all(after_bytes <= 1.05 * warm_bytes for warm_bytes, after_bytes in zip(warm, after, strict=True))

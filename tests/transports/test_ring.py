@@ -7,8 +7,11 @@ import os
 import random
 import select
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -17,10 +20,11 @@ from monarch.errors import LinkSevered, RemoteProtocolError
 from monarch.transports import registry, ring, ring_link
 from monarch.transports.base import Link
 from monarch.transports.ring_link import RingLink
-from tests.transports.drive import WAIT_S, Receiver, connected, exchange, plain, wait_until
+from tests.transports.drive import SECRET, WAIT_S, Receiver, connected, exchange, plain, wait_until
 
 compiled = pytest.mark.skipif(bool(ring.why_not), reason=ring.why_not or "there are rings")
 SHM = registry.get("shm")
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -250,6 +254,44 @@ def test_no_frame_is_slept_through(monkeypatch):
             thread.join(WAIT_S)
             assert not thread.is_alive(), "a frame was slept through"
         assert not errors
+
+
+PUSHER = """
+import select, sys
+from monarch.transports import registry
+link = registry.get("shm").dial(sys.argv[1], sys.stdin.buffer.read(), 20)
+poll = select.poll()
+poll.register(link.fileno(), select.POLLIN)
+while not link.recv_nowait():
+    poll.poll(20_000)
+poll.register(link.fileno(), select.POLLIN | select.POLLOUT)
+number = 0
+while True:
+    number += link.send_nowait([[b"%d" % (number + at), bytes(100)] for at in range(50)])
+    while link.blocked and not link.flush_nowait():
+        poll.poll(20_000)
+"""
+
+
+@compiled
+def test_of_a_process_that_is_killed_while_it_pushes_whole_frames_arrive_and_then_the_end():
+    listener = SHM.listen("shm://", SECRET)
+    command = [sys.executable, "-c", PUSHER, listener.url]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, cwd=ROOT) as pusher:
+        assert pusher.stdin is not None
+        pusher.stdin.write(SECRET)
+        pusher.stdin.close()
+        links: list[Link] = []
+        wait_until(lambda: links.extend(listener.accept_nowait()) or links, listener)
+        (link,) = links
+        link.send_nowait([[b"go"]])
+        receiver = Receiver(link)
+        wait_until(lambda: receiver.step() > 20_000, link)
+        pusher.kill()
+        assert isinstance(receiver.until_end(), LinkSevered)
+    listener.close()
+    link.abort()
+    assert receiver.frames == [[b"%d" % at, bytes(100)] for at in range(len(receiver.frames))]
 
 
 @compiled

@@ -117,7 +117,7 @@ class Evaluator(Actor):
 
 
 def draw(losses: list[float], killed_at: int, path: Path, width: int = 640, height: int = 360) -> None:
-    """The losses as a curve, with a red line where a replica was killed, as a PNG."""
+    """The losses as a curve, with a red line where a replica was killed, as a PNG. Needs no other package."""
     rows = [bytearray(b"\xff" * (3 * width)) for _ in range(height)]
 
     def dot(x: int, y: int, color: bytes) -> None:
@@ -192,7 +192,8 @@ def main(replicas: int = 2, steps: int = 300, plot: str = "losses.png") -> float
     draw(losses, kill_at, Path(plot))
     restarts = sum(child.restarts for child in supervisor.children.call_one().get(60))
     print(
-        f"\n{steps} steps with {replicas} replicas in {time.perf_counter() - begun_s:.1f} s; {restarts} restart, "
+        f"\n{steps} steps with {replicas} replicas in {time.perf_counter() - begun_s:.1f} s; "
+        f"{restarts} restart{'' if restarts == 1 else 's'}, "
         f"{recovery_s:.2f} s to recover; accuracy {accuracy:.3f} on {HELD_OUT} images that nobody trained with; "
         f"losses in {plot}"
     )

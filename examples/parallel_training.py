@@ -7,10 +7,14 @@ A small network learns to read handwritten digits. It runs on a mesh {"dp", "pp"
 - along "pp" each stage has some of the blocks; micro-batches go through them one forward, one backward (1F1B);
 - along "tp" each process has some of the hidden units of every block.
 
-Beside it the same network is trained in this process alone, and both must have the same losses.
+One controller, this process, writes down what all of them do, in ordinary torch. Beside it the same network is trained
+in this process alone, and both must have the same losses.
 
     pip install 'monarch-actors[examples]'
-    python examples/parallel_training.py --dp 2 --pp 2 --tp 1
+    python examples/parallel_training.py --dp 2 --pp 2 --tp 1  # all together, with tp 2 on eight processes
+    python examples/parallel_training.py --dp 4 --pp 1         # or one at a time
+    python examples/parallel_training.py --dp 1 --pp 4
+    python examples/parallel_training.py --dp 1 --pp 1 --tp 2
 """
 
 from __future__ import annotations
@@ -29,11 +33,12 @@ from monarch.actor import ProcMesh, this_host
 
 PIXELS, HIDDEN, CLASSES, BLOCKS = 64, 96, 10, 4
 BATCH, MICRO_BATCHES, RATE = 128, 4, 0.1
-SPLIT = {"in": 1, "bias": 0, "out": 0}  # the dimension in which "tp" splits a weight; "head" is not split
+SPLIT = {"in": 1, "bias": 0, "out": 0}
+"""The dimension in which "tp" splits a weight: that of the hidden units. All have the whole of "head"."""
 
 
 def initial_weights() -> list[dict[str, torch.Tensor]]:
-    """Of each block; the last one has the head, too."""
+    """Of each block, which computes `x + relu(x @ in + bias) @ out`; the last one has the head, too."""
     torch.manual_seed(0)
     blocks = [
         {
@@ -88,7 +93,9 @@ def like_part(whole: torch.Tensor, rank: torch.Tensor, count: int, dim: int) -> 
 
 
 take_part: Any = remote(part, propagate=like_part)
-"""Each worker keeps its part of a tensor of the controller."""
+"""Of a tensor of the controller, which is sent to all, each worker keeps its part. `rank` is a distributed tensor: on
+each worker its own."""
+take_whole: Any = remote(torch.clone, propagate=torch.empty_like)
 
 
 @grad_function
@@ -120,9 +127,7 @@ class Stage:
             rank, count = mesh.rank_tensor("tp"), mesh.size("tp")
             self.blocks = [
                 {
-                    name: take_part(each, rank, count, SPLIT[name])
-                    if name in SPLIT
-                    else take_part(each, rank * 0, 1, 0)
+                    name: take_part(each, rank, count, SPLIT[name]) if name in SPLIT else take_whole(each)
                     for name, each in block.items()
                 }
                 for block in blocks
@@ -135,7 +140,7 @@ class Stage:
     def forward(self, micro: int, x: Any, labels: Any) -> Any:
         """The activations for the next stage, or the loss, if it is the last."""
         with self.mesh.activate():
-            x = x.detach().requires_grad_()
+            x = x.detach().requires_grad_()  # autograd ends here; `backward` hands on its gradient
             y = x
             for block in self.blocks:
                 y = y + summed((shared(y) @ block["in"] + block["bias"]).relu() @ block["out"])
@@ -208,7 +213,7 @@ def train(mesh: ProcMesh, steps: int) -> list[float]:
     """The loss of each step."""
     count = mesh.size("pp")
     blocks = initial_weights()
-    size = BLOCKS // count
+    size = BLOCKS // count  # blocks of a stage
     stages = [Stage(mesh.slice(pp=at), blocks[at * size : (at + 1) * size]) for at in range(count)]
     first, last = stages[0].mesh, stages[-1].mesh
     futures = []
@@ -231,6 +236,9 @@ def main() -> None:
     for name, default in (("dp", 2), ("pp", 2), ("tp", 1), ("steps", 30)):
         parser.add_argument(f"--{name}", type=int, default=default)
     given = parser.parse_args()
+    for name, whole in (("dp", BATCH // MICRO_BATCHES), ("pp", BLOCKS), ("tp", HIDDEN)):
+        if whole % getattr(given, name):
+            parser.error(f"--{name} must divide {whole}")
     mesh = this_host().spawn_procs({"dp": given.dp, "pp": given.pp, "tp": given.tp})
     losses, alone = train(mesh, given.steps), train_alone(given.steps)
     for step in range(0, given.steps, 5):

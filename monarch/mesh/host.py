@@ -443,6 +443,7 @@ class HostAgent:
     def close(self, timeout_s: float) -> None:
         """End every process of this host that is left."""
         for launched in list(self._procs.values()):
+            launched.signalled = True  # the starter does
             if launched.stopping is None:
                 launched.stopping = "the client has ended"
         self._starter.close(timeout_s)

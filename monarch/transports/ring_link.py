@@ -134,13 +134,13 @@ class RingLink:
                 frames = self._pop(reader)
                 if frames and not reader.rung():
                     return frames
-            if not self._is_open:
-                self._open()
+            if not self._is_open and not self._open():
+                return frames
             for frame in self._stream.recv_nowait():
                 if not frame:
                     continue  # a bell
                 mark = frame.pop(0)
-                if reader is not None and mark != _START and reader.position < _MARK.unpack(mark)[0]:
+                if reader is not None and mark != _START and reader.position < self._place(mark):
                     frames += self._pop(reader)
                 self._received += 1
                 frames.append(frame)
@@ -160,21 +160,33 @@ class RingLink:
         except ValueError as error:
             raise RemoteProtocolError(f"{self.peer}: {error}") from error
 
-    def _open(self) -> None:
+    def _place(self, mark: Buffer) -> int:
+        if len(mark) != _MARK.size:
+            raise RemoteProtocolError(f"{self.peer}: a frame without its place behind those in the ring")
+        place: int = _MARK.unpack(mark)[0]
+        return place
+
+    def _open(self) -> bool:
+        """Take the peer's first byte; False while it has not come."""
         try:
             first = self._carrier.recv(1)
+        except (BlockingIOError, InterruptedError):
+            return False
         except OSError:
-            return
-        self._is_open = bool(first)
+            return True  # the stream tells how it ended
+        self._is_open = True
         if first == _WITH_RING and self._carrier.arrived:
-            fd = self._carrier.arrived.popleft()
-            if ring.why_not:
-                os.close(fd)
-                return
-            try:
-                self._writer = ring.accept(fd)
-            except (OSError, ValueError) as error:
-                log.info("ring.refused", peer=self.peer, error=str(error))
+            self._accept(self._carrier.arrived.popleft())
+        return True
+
+    def _accept(self, fd: int) -> None:
+        if ring.why_not:
+            os.close(fd)
+            return
+        try:
+            self._writer = ring.accept(fd)
+        except (OSError, ValueError) as error:
+            log.info("ring.refused", peer=self.peer, error=str(error))
 
     # ---- the end
 

@@ -6,6 +6,7 @@ import mmap
 import os
 import random
 import select
+import socket
 import struct
 import subprocess
 import sys
@@ -20,6 +21,8 @@ from monarch.errors import LinkSevered, RemoteProtocolError
 from monarch.transports import registry, ring, ring_link
 from monarch.transports.base import Link
 from monarch.transports.ring_link import RingLink
+from monarch.transports.shm import FdSocket
+from monarch.transports.stream import StreamLink
 from tests.transports.drive import SECRET, WAIT_S, Receiver, connected, exchange, plain, wait_until
 
 compiled = pytest.mark.skipif(bool(ring.why_not), reason=ring.why_not or "there are rings")
@@ -292,6 +295,28 @@ def test_of_a_process_that_is_killed_while_it_pushes_whole_frames_arrive_and_the
     listener.close()
     link.abort()
     assert receiver.frames == [[b"%d" % at, bytes(100)] for at in range(len(receiver.frames))]
+
+
+def test_a_first_byte_that_comes_while_it_is_waited_for_is_no_frame():
+    class Late(FdSocket):
+        """Says once that there is nothing, just before there is."""
+
+        looks = 0
+
+        def recv(self, size: int, flags: int = 0) -> bytes:
+            self.looks += 1
+            if self.looks == 1:
+                raise BlockingIOError
+            return super().recv(size, flags)
+
+    ours, theirs = socket.socketpair()
+    carrier, other = Late(ours.detach()), FdSocket(theirs.detach())
+    link, peer = RingLink(StreamLink(carrier, "peer"), carrier), RingLink(StreamLink(other, "link"), other)
+    peer.send_nowait([[b"a"]])
+    assert link.recv_nowait() == []
+    assert link.recv_nowait() == [[b"a"]]
+    link.abort()
+    peer.abort()
 
 
 @compiled

@@ -34,11 +34,11 @@ from monarch.mesh.debug_service import debug_controller
 from monarch.mesh.endpoint import Accumulator, Endpoint, as_endpoint, concurrent_endpoint, endpoint, send
 from monarch.mesh.host_mesh import HostMesh, this_host, this_proc
 from monarch.mesh.later import (
-    attach,
     get_meter,
     span,
     traced,
 )
+from monarch.mesh.network import attach
 from monarch.mesh.port import Channel, Port, PortReceiver
 from monarch.mesh.proc_mesh import ProcMesh
 from monarch.mesh.shape import Extent, Point, Region, Shape, Slice

@@ -29,7 +29,6 @@ from monarch.actor import (
     Slice,
     Uid,
     ValueMesh,
-    attach,
     context,
     this_host,
 )
@@ -136,7 +135,6 @@ def test_the_running_instance_has_its_members(monarch_client: Any) -> None:
 
 
 PLANNED: dict[str, Callable[[], Any]] = {
-    "attach": lambda: attach("tcp://a:1"),
     "sync_workspace": lambda: this_host().sync_workspace("here").send(None),
 }
 

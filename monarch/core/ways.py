@@ -11,7 +11,7 @@ from attrs import define, field
 from monarch.core.address import Place, best, domain_of
 from monarch.transports import registry
 from monarch.transports.base import Link, Transport
-from monarch.transports.url import parse
+from monarch.transports.url import parse, stays_on_host
 
 
 @define(eq=False)
@@ -20,8 +20,12 @@ class Ways:
 
     _own: Transport  # instead of the registry's for its scheme
     secrets: dict[str, bytes] = field(factory=dict)
+    gate: str = ""
+    """Where another process listens through which this one, which nobody can dial, reaches the network."""
 
     def transport(self, url: str) -> Transport:
+        if self.gate and not stays_on_host(url):
+            return registry.through(self.gate)
         return self._own if parse(url).scheme == self._own.scheme else registry.for_url(url)
 
     def join(self, url: str, secret: bytes) -> Place:

@@ -120,7 +120,9 @@ def _be_reachable(runtime: MeshProc, url: str, secret: bytes | None) -> None:
                     "processes would talk to those of this one in the clear: use one of tcp and tls+tcp for all"
                 )
             return
-        if domain == EVERYWHERE:
+        if domain == EVERYWHERE and runtime.gateway.ways.gate:
+            opening = runtime.gateway.ways.gate
+        elif domain == EVERYWHERE:
             host = address_towards(dialed.host, dialed.port)
             opening = str(Url(dialed.scheme, host))
         else:

@@ -75,6 +75,7 @@ def start(boot: Boot) -> MeshProc:
     if boot.gated:
         runtime.agent.close_gate()
     runtime.gateway.ways.secrets.update(boot.ways)
+    runtime.gateway.ways.gate = boot.gate
     runtime.gateway.listen(boot.listen)
     return runtime
 

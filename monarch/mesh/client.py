@@ -36,6 +36,7 @@ from monarch.mesh.context import NOWHERE, Context, set_client_context
 from monarch.mesh.host import HostAgent, ProcessStarter, Starter
 from monarch.mesh.inspector import Collector
 from monarch.mesh.mesh_proc import MeshProc
+from monarch.mesh.network import through
 from monarch.mesh.proc_client import ProcClient
 from monarch.mesh.threads import ThreadStarter
 from monarch.mesh.undeliverable import Undeliverable
@@ -264,6 +265,7 @@ def make() -> Context:
         scheme = transport.scheme
         listen = registry.any_address(scheme)
     runtime = MeshProc(ProcId(Uid.instance("client")), transport, secrets.token_bytes(32))
+    runtime.gateway.ways.gate = through()
     runtime.gateway.listen(listen)
     log.info("transport.chosen", transport=scheme, reason=reason, address=runtime.gateway.url)
     inproc = scheme == "inproc"

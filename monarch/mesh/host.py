@@ -71,6 +71,7 @@ class Boot:
     listen: str
     secret: bytes = field(repr=False)
     ways: dict[str, bytes] = field(factory=dict, repr=False)
+    gate: str = ""
     path: tuple[str, ...] = ()
     config: dict[str, Any] = field(factory=dict)
     gated: bool = False
@@ -269,7 +270,8 @@ class HostAgent:
                 self._procs[proc.key] = each
             launched.append(each)
             scheme = runtime.gateway.transport.scheme
-            where = (runtime.root, scheme, self._listen, runtime.secret, ways, self.path)
+            gate = runtime.gateway.ways.gate
+            where = (runtime.root, scheme, self._listen, runtime.secret, ways, gate, self.path)
             facts = (*where, config, request.gated, request.origin)
             boots.append(Boot(proc, *facts, actor_config.prefix_python_logs_with_actor))
             on_exit.append(partial(self._on_exit, proc, each))

@@ -13,10 +13,6 @@ def _planned(what: str, instead: str = "") -> NoReturn:
     raise NotImplementedError(f"{what} is planned, and not part of this version{instead}")
 
 
-def attach(addr: str) -> NoReturn:
-    _planned("attaching through a remote host")
-
-
 class _Instrument:
     """A counter or histogram that counts nothing."""
 

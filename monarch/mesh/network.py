@@ -2,6 +2,8 @@
 
 The setting `advertise_host` has the last word. Else it is the address from which the kernel sends to the one who asks,
 and where nobody in particular asks, the one from which it would send to the world. Never loopback or link-local.
+
+A client that nobody can dial reaches others, and is reached, through a worker: `attach`.
 """
 
 from __future__ import annotations
@@ -15,7 +17,10 @@ from attrs import evolve
 
 from monarch.core import settings
 from monarch.core.address import EVERYWHERE, Place
-from monarch.transports.url import Url, parse
+from monarch.mesh.context import client_context
+from monarch.mesh.trust import shared_secret
+from monarch.transports import registry
+from monarch.transports.url import Url, parse, stays_on_host
 
 _WORLD: Final = "192.0.2.1"  # an address for documentation, which is never sent to
 
@@ -80,3 +85,29 @@ def _is_wildcard(host: str) -> bool:
         return ipaddress.ip_address(host).is_unspecified
     except ValueError:
         return False
+
+
+_gate = ""
+
+
+def attach(addr: str) -> None:
+    """Let this client, which hosts cannot dial (behind a firewall, or NAT), join through the worker at `addr`: every
+    connection is opened by this program and its processes, to that address alone. Before the first `context()`.
+
+    Raises:
+        RuntimeError: the client is there already.
+        ValueError, NotViable: nobody can be dialed at `addr`, or not over TCP.
+        NoSecret: it is on another host, and there is no secret to prove.
+    """
+    global _gate
+    if client_context() is not None:
+        raise RuntimeError(f"attach({addr!r}) comes too late: this program has a client, which was made without it")
+    if not stays_on_host(addr):
+        shared_secret(addr)
+        registry.through(addr)
+    _gate = addr
+
+
+def through() -> str:
+    """The address of `attach`; "" where hosts are reached, and reach this one, directly."""
+    return "" if not _gate or stays_on_host(_gate) else _gate

@@ -5,9 +5,9 @@ to have a connection is decided in `tcp` and `tls`.
 is gone is the death of the link.
 
 nng starts its threads with the first pair. A process that has used it and forks leaves a child in which any call of nng
-aborts or hangs: there, `_disown` makes what is left of it inert. pynng ends nng in an exit handler of its own, which it
-registers when it is imported, and which would run before the handlers of those who still have links to close; so it is
-imported before anybody can have a link, by `load`, and ended by `_end`, once.
+aborts or hangs: there, `_disown` makes what is left of it inert. pynng ends nng in an exit handler of its own, which
+would run before the handlers of those who still have links to close, and what nng is asked for after its end hangs; so
+nng is ended by `_end`, last of all.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import Any, Final
 from attrs import define, field
 
 from monarch.errors import LinkSevered, NotViable
+from monarch.transports.ending import at_the_end
 from monarch.transports.tcp_link import Wake
 
 _KEY_BYTES: Final = 32
@@ -64,7 +65,7 @@ def load() -> Any:
                     if hasattr(lib, name):
                         lib.nng_init_set_parameter(getattr(lib, name), value)
                 atexit.unregister(pynng.nng._pynng_atexit)
-                atexit.register(_end)
+                at_the_end(_end)
                 os.register_at_fork(after_in_child=_disown)
                 _pynng = pynng
     return _pynng
@@ -128,7 +129,8 @@ class Pair:
         """Both ends have agreed to talk."""
         self.is_gone = False
         """The connection has ended; what arrived before can still be received."""
-        self._socket = pynng.Pair0(recv_max_size=0)
+        with _start_lock:  # two threads that make the first socket at once start nng twice, which then hangs
+            self._socket = pynng.Pair0(recv_max_size=0)
         _pairs.add(self)
         self._socket.add_post_pipe_connect_cb(self._on_up)
         self._socket.add_post_pipe_remove_cb(self._on_gone)

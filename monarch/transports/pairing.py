@@ -27,6 +27,9 @@ from monarch.transports.url import Url
 PAIRING_S: Final = 10.0
 MAX_PAIRING: Final = 128
 
+Opener = Callable[[tuple[str, int], float], socket.socket]
+"""Connects to a host and port, within seconds. Raises: OSError."""
+
 _INSTALLED: Final = importlib.util.find_spec("pynng") is not None  # without importing it
 _READY: Final = b"\x06"  # the acceptor's end of the link is complete
 
@@ -136,13 +139,15 @@ def connected(
     *,
     prepare: Callable[[socket.socket], socket.socket],
     greeting: bytes = b"",
+    opener: Opener = socket.create_connection,
 ) -> socket.socket:
-    """A connection that has proved the secret and sent `greeting`. `prepare` sets its options, or puts TLS around it.
+    """A connection that has proved the secret and sent `greeting`. `prepare` sets its options, or puts TLS around it;
+    `opener` opens it.
 
     Raises: what `Transport.dial` does.
     """
     try:
-        sock = socket.create_connection((address.host, address.port), max(deadline_s - time.monotonic(), 1e-3))
+        sock = opener((address.host, address.port), max(deadline_s - time.monotonic(), 1e-3))
     except ConnectionRefusedError as error:
         raise ConnectionRefusedError(errno.ECONNREFUSED, f"nobody listens at {at}") from error
     except TimeoutError as error:

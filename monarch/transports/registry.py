@@ -3,12 +3,14 @@ viability; leaves to the transports whether they are viable. A transport's modul
 
 from __future__ import annotations
 
+import functools
 from importlib import import_module
 from typing import Final, cast
 
 from attrs import define
 
 from monarch.errors import NotViable
+from monarch.transports import ending  # noqa: F401  # before anybody registers exit handlers
 from monarch.transports.base import Transport
 from monarch.transports.url import parse
 
@@ -55,6 +57,12 @@ def get(scheme: str) -> Transport:
 def module(scheme: str) -> str:
     """Which module has the transport of a scheme, for those who load it early."""
     return _MODULES[scheme]
+
+
+@functools.cache
+def through(gate: str) -> Transport:
+    """TCP of a process that nobody can dial, through another that listens at `gate`. Raises: NotViable, ValueError."""
+    return cast(Transport, import_module("monarch.transports.tunnel").Tunnel(gate))
 
 
 def for_url(url: str) -> Transport:

@@ -22,7 +22,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from itertools import islice
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final, Protocol
 
 from attrs import define, field
 
@@ -322,6 +322,20 @@ def recv_some(sock: socket.socket, size_bytes: int, deadline_s: float) -> bytes:
     return sock.recv(size_bytes)
 
 
+class Acceptor(Protocol):
+    """What a listener needs of a listening socket."""
+
+    def fileno(self) -> int: ...
+
+    def setblocking(self, flag: bool, /) -> None: ...
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """Raises: BlockingIOError, when nobody is there."""
+        ...
+
+    def close(self) -> None: ...
+
+
 @define(eq=False, repr=False)
 class _Newcomer:
     sock: socket.socket
@@ -346,7 +360,7 @@ class StreamListener:
     that says nothing.
     """
 
-    _sock: socket.socket
+    _sock: Acceptor
     _secret: bytes
     url: str
     _adopt: Callable[[socket.socket, bytes], Link | None]

@@ -20,12 +20,13 @@ from attrs import define, evolve, field
 from monarch.errors import TransportError
 from monarch.transports import nng, pairing
 from monarch.transports.base import Memory, Viability
+from monarch.transports.gate import Gate
 from monarch.transports.nng import Pair, set_options
-from monarch.transports.stream import StreamListener
+from monarch.transports.stream import Acceptor, StreamListener
 from monarch.transports.tcp_link import TcpLink
 from monarch.transports.url import parse
 
-_GREETING: Final = Struct("!B16s")  # which connection, of which link
+GREETING: Final = Struct("!B16s")  # which connection, of which link; or what a friend asks a gate for
 _PLAIN, _NNG = 1, 2
 
 
@@ -43,11 +44,16 @@ class _Halves:
     """Brings the two connections of each newcomer together. Bounded like the handshakes before it."""
 
     _pairings: pairing.Pairings
+    _gate: Gate | None = field(default=None, init=False)  # for friends that nobody can dial
     _waiting: dict[bytes, _Half] = field(factory=dict, init=False)
 
     def adopt(self, sock: socket.socket, greeting: bytes) -> None:
-        kind, link_id = _GREETING.unpack(greeting)
+        kind, link_id = GREETING.unpack(greeting)
         set_options(sock, small_frames=kind == _NNG)
+        if kind not in (_PLAIN, _NNG):
+            self._gate = self._gate or Gate()
+            self._gate.serve(kind, link_id, sock)
+            return
         now_s = time.monotonic()
         for key, old in list(self._waiting.items()):
             if key != link_id and (old.deadline_s <= now_s or len(self._waiting) > pairing.MAX_PAIRING):
@@ -71,6 +77,8 @@ class _Halves:
     def close(self) -> None:
         for half in self._waiting.values():
             half.sock.close()
+        if self._gate is not None:
+            self._gate.close()
         self._pairings.close()
 
 
@@ -88,39 +96,47 @@ class TcpTransport:
         nng.load()
         address = parse(url, self.scheme)
         sock = pairing.listening(url, address)
-        shown = pairing.shown(self.scheme, address, sock)
-        pairings = pairing.Pairings(self.scheme, shown)
-        halves = _Halves(pairings)
-        size = _GREETING.size
-        listener = StreamListener(sock, secret, shown, halves.adopt, greeting_bytes=size, on_close=halves.close)
-        pairings.listener = listener
-        return listener
+        return accepting(sock, secret, pairing.shown(self.scheme, address, sock))
 
     def dial(self, url: str, secret: bytes, timeout_s: float) -> TcpLink:
         pairing.check(url, self.viability())
-        deadline_s = time.monotonic() + timeout_s
-        address = parse(url, self.scheme)
-        at = str(evolve(address, bind=None))
-        link_id = secrets.token_bytes(16)
+        return dialing(url, secret, timeout_s)
 
-        def connect(kind: int) -> socket.socket:
-            def prepare(sock: socket.socket) -> socket.socket:
-                set_options(sock, small_frames=kind == _NNG)
-                return sock
 
-            greeting = _GREETING.pack(kind, link_id)
-            return pairing.connected(address, at, secret, deadline_s, prepare=prepare, greeting=greeting)
+def accepting(sock: Acceptor, secret: bytes, shown: str) -> StreamListener:
+    """A listener over `sock`, which others reach at `shown`."""
+    pairings = pairing.Pairings("tcp", shown)
+    halves = _Halves(pairings)
+    listener = StreamListener(sock, secret, shown, halves.adopt, greeting_bytes=GREETING.size, on_close=halves.close)
+    pairings.listener = listener
+    return listener
 
-        plain = connect(_PLAIN)
-        pair: Pair | None = None
-        try:
-            pair = Pair.over(connect(_NNG))
-            return pairing.completed(plain, pair, at, deadline_s)
-        except BaseException:
-            plain.close()
-            if pair is not None:
-                pair.close()
-            raise
+
+def dialing(url: str, secret: bytes, timeout_s: float, opener: pairing.Opener = socket.create_connection) -> TcpLink:
+    """As `Transport.dial`, over connections of `opener`."""
+    deadline_s = time.monotonic() + timeout_s
+    address = parse(url, "tcp")
+    at = str(evolve(address, bind=None))
+    link_id = secrets.token_bytes(16)
+
+    def connect(kind: int) -> socket.socket:
+        def prepare(sock: socket.socket) -> socket.socket:
+            set_options(sock, small_frames=kind == _NNG)
+            return sock
+
+        greeting = GREETING.pack(kind, link_id)
+        return pairing.connected(address, at, secret, deadline_s, prepare=prepare, greeting=greeting, opener=opener)
+
+    plain = connect(_PLAIN)
+    pair: Pair | None = None
+    try:
+        pair = Pair.over(connect(_NNG))
+        return pairing.completed(plain, pair, at, deadline_s)
+    except BaseException:
+        plain.close()
+        if pair is not None:
+            pair.close()
+        raise
 
 
 TRANSPORT: Final = TcpTransport()

@@ -5,6 +5,9 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+import subprocess
+import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -16,6 +19,7 @@ from monarch.actor import (
     Actor,
     HostMesh,
     SupervisionError,
+    attach,
     attach_to_workers,
     context,
     current_rank,
@@ -257,3 +261,49 @@ def test_one_client_uses_tls_for_all_hosts_or_for_none(
         mixed = attach_to_workers(workers=behind_tls[:1])
         with pytest.raises(RuntimeError, match=r"use one of tcp and tls\+tcp for all"):
             mixed.initialized.get(LIMIT_S)
+
+
+BEHIND_A_FIREWALL = """
+    import os, psutil, sys
+    from monarch.actor import attach, attach_to_workers, this_host
+    from monarch.transports.url import parse
+    from tests.mesh.test_network import LIMIT_S, Member
+
+    if __name__ == "__main__":
+        attach(sys.argv[1])
+        hosts = attach_to_workers(workers=sys.argv[1:])
+        there = hosts.spawn_procs().spawn("there", Member)
+        here = this_host().spawn_procs({"x": 2}).spawn("here", Member)
+        pids = [pid for _, pid in there.place.call().get(LIMIT_S).values()]
+        own = [pid for _, pid in here.place.call().get(LIMIT_S).values()]
+        assert list(here.pids_of.call(there).get(LIMIT_S).values()) == [pids, pids]
+        for host in range(2):
+            assert there.slice(hosts=host).pids_of.call_one(here).get(LIMIT_S) == own
+        assert there.slice(hosts=1).size.call_one(bytes(20 << 20)).get(LIMIT_S) == 20 << 20
+        seen = [each for pid in (os.getpid(), *own) for each in psutil.Process(pid).net_connections("inet")]
+        gate = parse(sys.argv[1])
+        assert {each.raddr for each in seen if each.status == psutil.CONN_ESTABLISHED} == {(gate.host, gate.port)}
+        assert not [each for each in seen if each.status == psutil.CONN_LISTEN]
+        print("reached", *pids, flush=True)
+"""
+
+
+def test_a_client_that_nobody_can_dial_talks_through_a_worker() -> None:
+    """It listens nowhere, has no way to the second host, and all connections of its processes go to one address."""
+    with ExitStack() as stack:
+        first, second, inside = stack.enter_context(netns.network(3))
+        for machine in (first, second):
+            stack.enter_context(worker(url_of(machine), SECRET, machine.prefix))
+        subprocess.run([*inside.prefix, "ip", "route", "add", "blackhole", second.address], check=True)
+        script = [sys.executable, "-c", textwrap.dedent(BEHIND_A_FIREWALL)]
+        command = [*inside.prefix, *script, url_of(first), url_of(second)]
+        env = os.environ | SECRET
+        found = subprocess.run(command, env=env, capture_output=True, text=True, timeout=2 * LIMIT_S, check=False)
+        assert found.stdout.startswith("reached") and not found.stderr, found.stderr
+        for pid in found.stdout.split()[1:]:
+            wait_until_gone(int(pid))
+
+
+def test_attach_is_for_programs_without_a_client(client: TestClient, machines: list[netns.Host]) -> None:
+    with pytest.raises(RuntimeError, match="comes too late"):
+        attach(url_of(machines[0]))

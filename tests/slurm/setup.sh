@@ -9,7 +9,7 @@ if [ "${1-}" = stop ]; then
     done
     exit 0
 fi
-if ! command -v slurmctld slurmd munged sbatch >/dev/null; then
+if ! type slurmctld slurmd munged sbatch >/dev/null 2>&1; then
     apt-get update >&2 && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends slurm-wlm munge >&2
 fi
 [ "${1-}" != install ] || exit 0

@@ -1,0 +1,237 @@
+"""Streams that pass through a process, for a friend that nobody can dial. Decides what such a friend may ask for, and
+carries bytes; what they mean it does not know, and they prove the secret end to end once more. The friend's side is
+`tunnel`.
+
+A friend opens a connection, proves the secret, and says in its greeting what it is for, with 16 bytes that go along:
+
+```
+CONNECT  the length of a text (u16), and the text, HOST:PORT     0 and from there on that stream, or 1 and why not
+LISTEN   in the 16 bytes: the port it had before, or 0           the port (u16) that others dial; then, for each who
+                                                                 does, 16 bytes that stand for him
+TAKE     those 16 bytes                                          that stream
+```
+
+A port is open for as long as the connection that asked for it. One thread carries the bytes of all.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+from struct import Struct
+from typing import Final
+
+from attrs import define, field
+
+from monarch.transports.stream import RECV_BYTES, recv_some, send_all
+
+CONNECT, LISTEN, TAKE = 3, 4, 5
+ID_BYTES: Final = 16
+PORT: Final = Struct("!H")
+OK, REFUSED, FAILED = b"\0", b"\1", b"\2"
+
+_ASK_S: Final = 10.0
+_MOST_WAITING: Final = 128
+
+
+@define(eq=False)
+class _Flow:
+    """One direction of two connections that are one."""
+
+    source: socket.socket
+    sink: socket.socket
+    chunk: memoryview = field(factory=lambda: memoryview(b""))
+    has_ended: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        return self.has_ended and not self.chunk
+
+    def move(self) -> None:
+        """As far as there are bytes and room. Raises: OSError."""
+        with suppress(BlockingIOError):
+            while True:
+                while self.chunk:
+                    self.chunk = self.chunk[self.sink.send(self.chunk) :]
+                if self.has_ended:
+                    return
+                data = self.source.recv(RECV_BYTES)
+                if not data:  # all that came before is out
+                    self.has_ended = True
+                    self.sink.shutdown(socket.SHUT_WR)
+                    return
+                self.chunk = memoryview(data)
+
+
+@define(eq=False)
+class _Port:
+    """A port that is open for a friend."""
+
+    asker: socket.socket
+    server: socket.socket
+
+
+class Gate:
+    """See the module. `serve` may be called from any thread; the thread starts with the first friend."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._waiting: OrderedDict[bytes, socket.socket] = OrderedDict()
+        self._todo: list[Callable[[], None]] = []
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._is_closed = False
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        threading.Thread(target=self._run, name="monarch-gate", daemon=True).start()
+
+    def serve(self, kind: int, key: bytes, sock: socket.socket) -> None:
+        """A friend's connection, which is the gate's from now on."""
+        if kind == CONNECT:
+            threading.Thread(target=self._connect, args=(sock,), name="monarch-gate-connect", daemon=True).start()
+        elif kind == LISTEN:
+            self._soon(lambda: self._listen(sock, PORT.unpack_from(key)[0]))
+        elif kind == TAKE:
+            self._soon(lambda: self._take(sock, key))
+        else:
+            sock.close()
+
+    def close(self) -> None:
+        self._is_closed = True
+        os.eventfd_write(self._wake, 1)
+
+    # ---- what friends ask for
+
+    def _connect(self, sock: socket.socket) -> None:
+        deadline_s = time.monotonic() + _ASK_S
+        try:
+            (size,) = PORT.unpack(_received(sock, PORT.size, deadline_s))
+            host, _, port = _received(sock, size, deadline_s).decode().rpartition(":")
+            try:
+                other = socket.create_connection((host, int(port)), _ASK_S)
+            except OSError as error:
+                text = (error.strerror or str(error)).encode()
+                answer = REFUSED if isinstance(error, ConnectionRefusedError) else FAILED
+                send_all(sock, answer + PORT.pack(len(text)) + text, deadline_s)
+                sock.close()
+                return
+            send_all(sock, OK, deadline_s)
+        except (OSError, ValueError):
+            sock.close()
+            return
+        self._soon(lambda: self._join(sock, other))
+
+    def _listen(self, sock: socket.socket, port: int) -> None:
+        host = sock.getsockname()[0]
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            server = socket.create_server((host, port), family=family, backlog=1024)
+        except OSError:
+            server = socket.create_server((host, 0), family=family, backlog=1024)
+        server.setblocking(False)
+        entry = _Port(sock, server)
+        sock.setblocking(False)
+        sock.send(PORT.pack(server.getsockname()[1]))
+        self._selector.register(server, selectors.EVENT_READ, lambda: self._accept(entry))
+        self._selector.register(sock, selectors.EVENT_READ, lambda: self._asker_says(entry))
+
+    def _asker_says(self, entry: _Port) -> None:
+        with suppress(BlockingIOError):
+            try:
+                if entry.asker.recv(RECV_BYTES):
+                    return
+            except ConnectionError:
+                pass
+            for sock in (entry.asker, entry.server):
+                self._selector.unregister(sock)
+                sock.close()
+
+    def _accept(self, entry: _Port) -> None:
+        with suppress(BlockingIOError, ConnectionError):
+            sock, _ = entry.server.accept()
+            key = secrets.token_bytes(ID_BYTES)
+            if len(self._waiting) >= _MOST_WAITING:
+                self._waiting.popitem(last=False)[1].close()
+            self._waiting[key] = sock
+            entry.asker.send(key)
+
+    def _take(self, sock: socket.socket, key: bytes) -> None:
+        other = self._waiting.pop(key, None)
+        if other is None:
+            sock.close()
+        else:
+            self._join(sock, other)
+
+    # ---- the thread
+
+    def _soon(self, action: Callable[[], None]) -> None:
+        self._todo.append(action)
+        os.eventfd_write(self._wake, 1)
+
+    def _run(self) -> None:
+        while not self._is_closed:
+            for key, _ in self._selector.select():
+                if key.data is None:
+                    os.eventfd_read(self._wake)
+                    continue
+                now = self._selector.get_map().get(key.fd)
+                if now is not None and now.fileobj is key.fileobj:  # no other event of this turn has ended it
+                    key.data()
+            while self._todo:
+                with suppress(OSError):
+                    self._todo.pop(0)()
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.fileobj, socket.socket):
+                key.fileobj.close()
+        for sock in self._waiting.values():
+            sock.close()
+        self._selector.close()
+        os.close(self._wake)
+
+    def _join(self, one: socket.socket, other: socket.socket) -> None:
+        flows = _Flow(one, other), _Flow(other, one)
+        for flow in flows:
+            flow.source.setblocking(False)
+            flow.source.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._move(flows)
+
+    def _move(self, flows: tuple[_Flow, _Flow]) -> None:
+        there, back = flows
+        try:
+            there.move()
+            back.move()
+            is_over = there.is_over and back.is_over
+        except OSError:
+            is_over = True
+        for flow, against in ((there, back), (back, there)):
+            wanted = 0 if flow.chunk or flow.has_ended else selectors.EVENT_READ
+            wanted |= selectors.EVENT_WRITE if against.chunk else 0
+            self._look_for(flow.source, 0 if is_over else wanted, lambda: self._move(flows))
+            if is_over:
+                flow.source.close()
+
+    def _look_for(self, sock: socket.socket, events: int, action: Callable[[], None]) -> None:
+        known = self._selector.get_map().get(sock)
+        if known is None:
+            if events:
+                self._selector.register(sock, events, action)
+        elif not events:
+            self._selector.unregister(sock)
+        elif events != known.events:
+            self._selector.modify(sock, events, action)
+
+
+def _received(sock: socket.socket, size_bytes: int, deadline_s: float) -> bytes:
+    """Raises: OSError, also when it ends before."""
+    data = b""
+    while len(data) < size_bytes:
+        more = recv_some(sock, size_bytes - len(data), deadline_s)
+        if not more:
+            raise ConnectionError("it ended in the middle")
+        data += more
+    return data

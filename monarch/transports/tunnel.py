@@ -1,0 +1,170 @@
+"""TCP for a process that nobody can dial: every connection is opened by it, to one address, that of a friend's `gate`,
+which dials others for it, and is dialed in its place. Links are those of `tcp`, from end to end.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+from functools import partial
+from typing import Any, Final
+
+from attrs import evolve
+
+from monarch.errors import AuthenticationError, NotViable, ProtocolError, TransportError
+from monarch.log import get_logger
+from monarch.transports import gate, nng, pairing, tcp
+from monarch.transports.base import Memory, Viability
+from monarch.transports.nng import set_options
+from monarch.transports.stream import StreamListener, severed
+from monarch.transports.tcp_link import TcpLink
+from monarch.transports.url import Url, parse
+
+log = get_logger("monarch.tunnel")
+
+_ASK_S: Final = 10.0
+_AGAIN_S: Final = 0.5
+
+
+class _Arrivals:
+    """A listening socket, as far as `StreamListener` sees: those who dial our port at the gate. A thread keeps the
+    port open, and goes for each of them."""
+
+    def __init__(self, tunnel: Tunnel, secret: bytes) -> None:
+        self._tunnel, self._secret = tunnel, secret
+        self._here: deque[socket.socket] = deque()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self.port = 0
+        self._asking = self._ask()
+        threading.Thread(target=self._run, name="monarch-tunnel", daemon=True).start()
+
+    def _ask(self) -> socket.socket:
+        """Raises: what `Transport.dial` does."""
+        deadline_s = time.monotonic() + _ASK_S
+        key = gate.PORT.pack(self.port).ljust(gate.ID_BYTES, b"\0")
+        sock = self._tunnel.ask(gate.LISTEN, key, self._secret, deadline_s)
+        try:
+            got = pairing.received(sock, gate.PORT.size, self._tunnel.url, deadline_s)
+        except BaseException:
+            sock.close()
+            raise
+        (self.port,) = gate.PORT.unpack(got)
+        sock.settimeout(None)
+        return sock
+
+    def _run(self) -> None:
+        while True:
+            with suppress(OSError):
+                while key := self._asking.recv(gate.ID_BYTES, socket.MSG_WAITALL):
+                    threading.Thread(target=self._go_for, args=(key,), name="monarch-tunnel-take", daemon=True).start()
+            if self._is_closed:
+                return
+            log.info("tunnel.lost", gate=self._tunnel.url)
+            while not self._is_closed:
+                with suppress(OSError, TransportError, ProtocolError, AuthenticationError):
+                    self._asking = self._ask()
+                    break
+                time.sleep(_AGAIN_S)
+            if self._is_closed:
+                self._asking.close()
+
+    def _go_for(self, key: bytes) -> None:
+        with suppress(OSError, TransportError, ProtocolError, AuthenticationError):
+            sock = self._tunnel.ask(gate.TAKE, key, self._secret, time.monotonic() + _ASK_S)
+            with self._lock:
+                if self._is_closed:
+                    sock.close()
+                    return
+                self._here.append(sock)
+                os.eventfd_write(self._wake, 1)
+
+    # ---- as a socket
+
+    def fileno(self) -> int:
+        return self._wake
+
+    def setblocking(self, flag: bool) -> None:
+        """It never blocks."""
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        with self._lock:
+            if not self._here:
+                with suppress(BlockingIOError):
+                    os.eventfd_read(self._wake)
+                raise BlockingIOError(errno.EAGAIN, "nobody is there")
+            return self._here.popleft(), None
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            waiting = list(self._here)
+            os.close(self._wake)
+        for sock in waiting:
+            sock.close()
+        with suppress(OSError):
+            self._asking.shutdown(socket.SHUT_RDWR)
+        self._asking.close()
+
+
+class Tunnel:
+    """The transport of a process whose gate is at `url`, which `tcp` serves."""
+
+    scheme = "tcp"
+    memory: Memory | None = None
+
+    def __init__(self, url: str) -> None:
+        address = evolve(parse(url), bind=None)
+        if address.scheme != "tcp":
+            raise NotViable(f"{url}: only tcp goes through another process; attach to tcp://HOST:PORT")
+        self._gate = address
+        self.url = str(address)
+
+    def viability(self) -> Viability:
+        return pairing.viability()
+
+    def ask(self, kind: int, key: bytes, secret: bytes, deadline_s: float) -> socket.socket:
+        """A connection to the gate for that purpose. Raises: what `Transport.dial` does."""
+        greeting = tcp.GREETING.pack(kind, key)
+        return pairing.connected(self._gate, self.url, secret, deadline_s, prepare=_prepared, greeting=greeting)
+
+    def listen(self, url: str, secret: bytes) -> StreamListener:
+        """At a port of the gate's host, whatever `url` says."""
+        pairing.check(url, self.viability())
+        nng.load()
+        arrivals = _Arrivals(self, secret)
+        return tcp.accepting(arrivals, secret, str(Url("tcp", self._gate.host, arrivals.port)))
+
+    def dial(self, url: str, secret: bytes, timeout_s: float) -> TcpLink:
+        return tcp.dialing(url, secret, timeout_s, partial(self._open, secret))
+
+    def _open(self, secret: bytes, target: tuple[str, int], timeout_s: float) -> socket.socket:
+        """As `socket.create_connection`."""
+        deadline_s = time.monotonic() + timeout_s
+        text = f"{target[0]}:{target[1]}".encode()
+        sock = self.ask(gate.CONNECT, bytes(gate.ID_BYTES), secret, deadline_s)
+        try:
+            sock.settimeout(timeout_s)
+            sock.sendall(gate.PORT.pack(len(text)) + text)
+            answer = pairing.received(sock, 1, self.url, deadline_s)
+            if answer != gate.OK:
+                (size,) = gate.PORT.unpack(pairing.received(sock, gate.PORT.size, self.url, deadline_s))
+                why = pairing.received(sock, size, self.url, deadline_s).decode(errors="replace")
+                if answer == gate.REFUSED:
+                    raise ConnectionRefusedError(errno.ECONNREFUSED, why)
+                raise severed(f"{target[0]}:{target[1]}, through {self.url},", why)
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
+
+def _prepared(sock: socket.socket) -> socket.socket:
+    set_options(sock, small_frames=False)
+    return sock

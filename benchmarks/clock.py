@@ -20,12 +20,15 @@ def timed(once: Callable[[], object]) -> float:
 
 
 def times(once: Callable[[], object], n: int) -> list[float]:
-    """Seconds of each of `n` calls, after some that warm up; of two and more, where all take longer than `_LIMIT_S`."""
-    end_s = now_s() + _LIMIT_S
-    for _ in range(max(1, n // 10)):
-        once()
+    """Seconds of each of `n` calls, after some that warm up; fewer where that would take longer than `_LIMIT_S`."""
+    _repeated(once, n // 10, _LIMIT_S / 10, least=1)
+    return _repeated(once, n, _LIMIT_S, least=2)
+
+
+def _repeated(once: Callable[[], object], n: int, limit_s: float, least: int) -> list[float]:
+    end_s = now_s() + limit_s
     measured: list[float] = []
-    while len(measured) < n and (len(measured) < 2 or now_s() < end_s):
+    while len(measured) < least or (len(measured) < n and now_s() < end_s):
         measured.append(timed(once))
     return measured
 

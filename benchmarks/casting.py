@@ -84,7 +84,7 @@ class HandPoller:
         self.rang: dict[int, None] = {}
         self.closed = False
 
-    def register(self, fd: int, handler: Callable[[int], None]) -> None:
+    def register(self, fd: int, handler: Callable[[int], None], reader: object = None) -> None:
         self.handlers[fd] = handler
         BELLS[fd].poller = self
 

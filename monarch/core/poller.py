@@ -95,6 +95,7 @@ class Poller:
         self._wake = WakeFd()
         self._spin = Spin(_SPIN_S if len(os.sched_getaffinity(0)) > 1 else 0.0)
         self.closed = False
+        self._running = 0  # the thread that runs handlers
         self._rounds = 0
         self.register(self._wake.fileno(), lambda _: self._wake.drain())
 
@@ -146,7 +147,7 @@ class Poller:
         with self._lock:
             heapq.heappush(self._timers, (time.monotonic() + delay_s, next(self._count), action))
             first = self._timers[0][2] is action
-        if first:
+        if first and self._running != threading.get_ident():  # who runs handlers looks at the timers before it waits
             self._wake.wake()
 
     def poll(self, timeout_s: float | None, *, eager: bool = False) -> None:
@@ -161,15 +162,19 @@ class Poller:
             events = self._wait(timeout_s, eager and timeout_s != 0)
         except ValueError:
             return  # closed meanwhile
-        for fd, event in events:
-            handler = self._handlers.get(fd)
-            if handler is not None:
-                try:
-                    handler(event)
-                except Exception:
-                    log.exception("poller.handler_failed", fd=fd)
-        if timers and timers[0][0] <= (now_s := time.monotonic()):
-            self._run_timers(now_s)
+        self._running = threading.get_ident()
+        try:
+            for fd, event in events:
+                handler = self._handlers.get(fd)
+                if handler is not None:
+                    try:
+                        handler(event)
+                    except Exception:
+                        log.exception("poller.handler_failed", fd=fd)
+            if timers and timers[0][0] <= (now_s := time.monotonic()):
+                self._run_timers(now_s)
+        finally:
+            self._running = 0
 
     def _wait(self, timeout_s: float | None, looks: bool) -> list[tuple[int, int]]:
         fds, readers = self._looked_at

@@ -109,6 +109,7 @@ class Relay:
         self._when_taken: list[tuple[set[int], Callable[[], None]]] = []
         self._passed: dict[tuple[int, int], _Passed] = {}
         self._owed: dict[int, list[bytes]] = {}  # TAKEN that is to be told, by whom
+        self._telling: set[int] = set()  # those that will be told in a while
         self._awaited: dict[tuple[int, int], _Awaited] = {}  # by process and port
         self._gathered: dict[Peer, list[list[Buffer]]] = {}
         self._callers: dict[int, set[int]] = {}  # by process of this host: those who have cast to it
@@ -330,10 +331,12 @@ class Relay:
         owed.append(_TAKEN.pack(passed.origin, passed.number, len(passed.lost)) + b"".join(map(_KEY.pack, passed.lost)))
         if passed.at_once or passed.lost:
             self._tell_taken(passed.parent)
-        elif len(owed) == 1:
+        elif passed.parent not in self._telling:
+            self._telling.add(passed.parent)
             self._proc.gateway.call_later(_TAKEN_S, lambda: self._tell_taken(passed.parent))
 
     def _tell_taken(self, parent: int) -> None:
+        self._telling.discard(parent)
         if parent in self._owed:
             self._proc.gateway.send(self._taken_of(parent))
 

@@ -21,7 +21,7 @@ from monarch.core.held import Held, on_main_thread
 from monarch.core.ids import ProcId
 from monarch.errors import MonarchError, SupervisionError
 from monarch.mesh.actor import ActorClass, MeshMethod, class_of
-from monarch.mesh.casting import Ways, ways
+from monarch.mesh.casting import LARGE_BYTES, Ways, ways
 from monarch.mesh.context import context
 from monarch.mesh.dispatch import READY
 from monarch.mesh.endpoint import Endpoint, PlainMethod, describe_call
@@ -80,7 +80,7 @@ class ActorMesh(MeshView, Generic[A]):
         self._cls = cls  # the class, or what it is pickled as
         self._known: ActorClass | None = None
         self._targets: list[tuple[int, ProcId]] = [(proc.key, proc) for proc in procs]
-        self._ways: tuple[int, Ways] | None = None  # of the process that cast last
+        self._ways: tuple[int, Ways, Ways] | None = None  # from which process, for small messages, for large ones
         if not isinstance(cls, bytes):
             self._install(class_of(cls))
 
@@ -192,7 +192,7 @@ class ActorMesh(MeshView, Generic[A]):
         here, before anything is sent. `chain`: the calls that it comes from (`core.chain`)."""
         runtime = sender.proc_runtime
         if only is None:
-            found = self._found_ways(runtime)
+            found = self._found_ways(runtime, parts)
             ranks: Sequence[int] = found.direct
             branches: Sequence[Branch] = found.branches
         else:
@@ -211,15 +211,16 @@ class ActorMesh(MeshView, Generic[A]):
                 for key, _ in self._targets if only is None else (self._targets[only],):
                     runtime.room.wait(key, self._number, sender, self._name)
 
-    def _found_ways(self, runtime: MeshProc) -> Ways:
-        """How a cast from that process reaches the members."""
+    def _found_ways(self, runtime: MeshProc, parts: list[Any]) -> Ways:
+        """How such a cast from that process reaches the members."""
         known = self._ways
-        if known is not None and known[0] == runtime.key:
-            return known[1]
-        found = ways(runtime, self._targets)
-        if found.lasting:
-            self._ways = runtime.key, found
-        return found
+        if known is None or known[0] != runtime.key:
+            small, large = ways(runtime, self._targets), ways(runtime, self._targets, few=1)
+            known = runtime.key, small, small if small == large else large
+            if small.lasting and large.lasting:
+                self._ways = known
+        _, small, large = known
+        return small if small is large or sum(map(len, parts)) < LARGE_BYTES else large
 
     def _send_all(
         self,
@@ -236,11 +237,17 @@ class ActorMesh(MeshView, Generic[A]):
             call = Envelope(Kind.CALL, 0, number, 0, own, source, parts, Flag.SEQUENCED, reply_port=reply_port)
             call.chain = chain
             passed_on = (rank for branch in branches for host in branch.hosts() for rank in host.ranks)
-            runtime.relay.cast(call, branches, {rank: sender.next_seq(targets[rank][0], number) for rank in passed_on})
+            seqs = {rank: sender.next_seq(targets[rank][0], number) for rank in passed_on}
+            try:
+                runtime.relay.cast(call, branches, seqs)
+            except BaseException:
+                for rank, seq in seqs.items():
+                    self._skip(sender, rank, seq)
+                raise
         for rank in ranks:
             key, proc = targets[rank]
             each = parts
-            if key == own and len(targets) > 1:
+            if key == own and len(ranks) + len(branches) > 1:
                 # A member in this process would write to the very memory that is still on its way to the others.
                 each = [parts[0], *codec.private_parts(parts[1:])]
             seq = sender.next_seq(key, number)
@@ -249,10 +256,14 @@ class ActorMesh(MeshView, Generic[A]):
                 call.chain = chain
                 runtime.send(call, proc, may_wait=False)
             except BaseException:
-                # Later messages must not wait for the number of one that is not on its way.
-                flags = Flag.SEQUENCED | Flag.SKIP | Flag.SILENT
-                runtime.send(Envelope(Kind.CALL, key, number, 0, own, source, [], flags, rank, seq), proc)
+                self._skip(sender, rank, seq)
                 raise
+
+    def _skip(self, sender: Spawner, rank: int, seq: int) -> None:
+        """Later messages must not wait for the number of one that may not be on its way; of two the first counts."""
+        runtime, (key, proc) = sender.proc_runtime, self._targets[rank]
+        flags, source = Flag.SEQUENCED | Flag.SKIP | Flag.SILENT, sender.actor_id.number
+        runtime.send(Envelope(Kind.CALL, key, self._number, 0, runtime.key, source, [], flags, rank, seq), proc)
 
     # ---- references
 

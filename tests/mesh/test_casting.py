@@ -27,7 +27,7 @@ from monarch.core.address import EVERYWHERE
 from monarch.core.ids import ProcId, Uid
 from monarch.core.proc import Proc
 from monarch.mesh import casting
-from monarch.mesh.casting import FAN_OUT, ways
+from monarch.mesh.casting import FAN_OUT, FEW, ways
 from monarch.testing import TestClient, fresh_client
 from tests.core.net import SECRET as NET_SECRET
 from tests.core.net import Net
@@ -61,12 +61,15 @@ def _targets(*hosts: ProcId) -> list[tuple[int, ProcId]]:
     return [(proc.key, proc) for proc in procs]
 
 
-def test_members_of_this_host_and_those_alone_on_theirs_are_reached_directly(runtime: Proc) -> None:
-    far, alone, near = _host(1), _host(2), _host(3, "other.domain=inproc://x")
-    found = ways(runtime, _targets(runtime.proc_id, far, far, alone, runtime.proc_id, near, near, far))
-    assert found.direct == (0, 3, 4, 5, 6)
-    assert [(branch.host, branch.ranks, branch.below) for branch in found.branches] == [(far, (1, 2, 7), ())]
+def test_members_of_this_host_and_few_of_another_are_reached_directly(runtime: Proc) -> None:
+    far, few, near = _host(1), _host(2), _host(3, "other.domain=inproc://x")
+    hosts = [runtime.proc_id, few, *[far] * (FEW + 1), runtime.proc_id, few, *[near] * (FEW + 1)]
+    many = range(2, FEW + 3)
+    found = ways(runtime, _targets(*hosts))
+    assert found.direct == tuple(rank for rank in range(len(hosts)) if rank not in many)
+    assert [(branch.host, branch.ranks, branch.below) for branch in found.branches] == [(far, tuple(many), ())]
     assert not found.lasting  # the address of the third is not known
+    assert [branch.host for branch in ways(runtime, _targets(*hosts), few=1).branches] == [few, far]
 
 
 def test_a_mesh_of_one_host_has_no_branches(runtime: Proc) -> None:
@@ -162,6 +165,7 @@ def hosts(
 ) -> HostMesh:
     """Deep: each host passes on to one other."""
     monkeypatch.setattr(casting, "FAN_OUT", request.param)
+    monkeypatch.setattr(casting, "FEW", 1)
     found = attach_to_workers(workers=[_url(machine) for machine in machines])
     found.initialized.get(LIMIT_S)
     return found
@@ -238,6 +242,7 @@ class TestOverANetwork:
         self, client: TestClient, machines: list[netns.Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(casting, "FAN_OUT", 1)
+        monkeypatch.setattr(casting, "FEW", 1)
         with worker(_url(machines[1], PORT + 1), SECRET, machines[1].prefix) as served:
             urls = [_url(machines[0]), served.url, _url(machines[2])]
             hosts = attach_to_workers(workers=urls)

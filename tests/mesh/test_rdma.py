@@ -291,21 +291,23 @@ def test_tensors_of_any_shape(here):
 
 @pytest.mark.gpu
 @pytest.mark.torch
-def test_cuda_tensors_are_read_and_written(pair):
+def test_cuda_tensors_are_read_and_written():
     import torch
 
     on_host, on_device = torch.arange(1000), torch.zeros(1000, dtype=torch.int64, device="cuda")
-    with pytest.warns(rdma.RDMAReadTransferWarning):
-        RDMABuffer(on_host).read_into(on_device).get(WAIT_S)
-    assert torch.equal(on_device.cpu(), on_host)
+    with fresh_client("ipc"):
+        user = this_host().spawn_procs({"gpus": 1}).spawn("user", User)
+        with pytest.warns(rdma.RDMAReadTransferWarning):
+            RDMABuffer(on_host).read_into(on_device).get(WAIT_S)
+        assert torch.equal(on_device.cpu(), on_host)
 
-    shared = RDMABuffer(on_device)
-    assert pair.user.read.call_one(shared).get(WAIT_S) == on_host.numpy().tobytes()
-    pair.user.write.call_one(shared, bytes(8000)).get(WAIT_S)
-    assert not on_device.any()
-    with pytest.warns(rdma.RDMAWriteTransferWarning):
-        RDMABuffer(on_host).write_from(on_device).get(WAIT_S)
-    assert not on_host.any()
+        shared = RDMABuffer(on_device)
+        assert user.read.call_one(shared).get(WAIT_S) == on_host.numpy().tobytes()
+        user.write.call_one(shared, bytes(8000)).get(WAIT_S)
+        assert not on_device.any()
+        with pytest.warns(rdma.RDMAWriteTransferWarning):
+            RDMABuffer(on_host).write_from(on_device).get(WAIT_S)
+        assert not on_host.any()
 
 
 # Which path

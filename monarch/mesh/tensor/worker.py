@@ -90,7 +90,7 @@ class Worker(Actor):
     def __init__(self, engine: int, depots: ActorMesh[Any], controller: int, hosts: Sequence[int]) -> None:
         self.rank = current_rank().rank
         if os.getpid() != controller:
-            share_host(self.rank, hosts)
+            settle_in(self.rank, hosts)
         self.name = str(context().actor_instance)
         self.table: Table = {}
         self._known: dict[int, Any] = {}
@@ -403,7 +403,7 @@ class Worker(Actor):
         return propagated(resolve(function), codec.decode(parts), metas)
 
 
-def share_host(rank: int, hosts: Sequence[int]) -> None:
+def settle_in(rank: int, hosts: Sequence[int]) -> None:
     """Give this process its part of the cores and CUDA devices of its host, unless the user has, and the environment
     that programs for torchrun look at."""
     local, size = list(hosts[:rank]).count(hosts[rank]), hosts.count(hosts[rank])

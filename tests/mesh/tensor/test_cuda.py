@@ -75,7 +75,7 @@ def test_each_process_of_a_host_has_a_device_of_its_own(monkeypatch, given, rank
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    worker.share_host(rank, [7, 7, 8, 7, 8])
+    worker.settle_in(rank, [7, 7, 8, 7, 8])
 
     assert os.environ["CUDA_VISIBLE_DEVICES"] == wanted
     assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == (str(rank), "5")

@@ -52,7 +52,7 @@ def address_for_all() -> str:
 def address_of(places: Sequence[Place]) -> str:
     """The address at which other hosts reach a process of this one that listens at `places`, as far as is known."""
     urls = (parse(place.url) for place in places if place.domain == EVERYWHERE)
-    return next((url.host for url in urls if url.scheme == "tcp"), None) or address_for_all()
+    return next((url.host for url in urls if url.scheme in ("tcp", "tls+tcp")), None) or address_for_all()
 
 
 def advertised(url: str) -> str:

@@ -13,8 +13,9 @@ A `Wait` stands for one call that an endpoint has made, at the caller. It knows 
 answer: blocked in `get`, or its task at an `await`. A probe that comes before it does stays until it does. So a call
 whose answer nobody waits for is served in its time, and what comes from outside of actors costs nothing.
 
-Not seen: calls of different origins that cross each other; a wait in another thread, or for a port; a task that the
-endpoint awaits in another way than `await` and `gather`. They wait, as any call, until a time-out names who is busy.
+Calls of different origins that cross each other are found by `crossing`. Not seen: a wait in another thread, or for a
+port; a task that the endpoint awaits in another way than `await` and `gather`. They wait, as any call, until a time-out
+names who is busy.
 """
 
 from __future__ import annotations
@@ -75,11 +76,12 @@ def on_probe(runtime: Proc, reply_port: int, probe: Probe) -> None:
 class Wait:
     """See the module. `begin` and `end` are called around every wait for the future, by whoever waits."""
 
-    __slots__ = ("_blocked", "_probes", "_served", "_tasks")
+    __slots__ = ("_blocked", "_bounded", "_probes", "_served", "_tasks", "begun")
 
     def __init__(self, served: Served) -> None:
         self._served = served
-        self._blocked = False
+        self._blocked = self._bounded = False
+        self.begun = 0
         self._tasks: list[asyncio.Task[Any]] = []
         self._probes: list[Probe] = []
 
@@ -91,20 +93,41 @@ class Wait:
         else:
             self._served.instance.post_control(self._look)
 
+    @property
+    def actor(self) -> Instance:
+        return self._served.instance
+
+    @property
+    def endpoint(self) -> str:
+        """The one that waits, for people."""
+        return f"{self.actor.member}.{self._served.endpoint}"
+
+    @property
+    def lasts(self) -> bool:
+        """Whether the endpoint waits, and until there is an answer. From any thread."""
+        return not self._bounded and self.holds(self._served)
+
+    def holds(self, served: Served) -> bool:
+        """Whether that endpoint of the same actor is not through before the answer is there. From any thread."""
+        return self._blocked or any(_depends(served.task, task) for task in tuple(self._tasks))
+
     def holds_up(self, instance: Instance) -> bool:
         """Whether that actor serves no further call before the answer is there. From any thread."""
         if self._served.instance is not instance:
             return False
-        exclusive = [each for each in tuple(instance.serving) if each.exclusive]
-        return self._blocked or any(_depends(each.task, task) for each in exclusive for task in tuple(self._tasks))
+        return self._blocked or any(self.holds(each) for each in tuple(instance.serving) if each.exclusive)
 
     # ---- on the thread that waits
 
-    def begin(self, task: asyncio.Task[Any] | None) -> None:
-        """A wait begins: of a task, or of the whole thread."""
-        if threading.get_ident() != self._served.instance.thread_id:
+    def begin(self, task: asyncio.Task[Any] | None, *, bounded: bool = False) -> None:
+        """A wait begins: of a task, or of the whole thread. `bounded`: it ends without an answer, too."""
+        instance = self._served.instance
+        if threading.get_ident() != instance.thread_id:
             return
+        self.begun += 1
+        instance.proc_runtime.crossings.look_later()
         if task is None:
+            self._bounded = bounded
             self._blocked = True
             if self._probes:
                 self._go_on()

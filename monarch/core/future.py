@@ -213,9 +213,6 @@ class Future(Generic[R]):
         """Whether `cancel` has ended it."""
         return self._done and isinstance(self.exception(0), CallCancelled)
 
-    def _give_up(self, what: str) -> bool:
-        return self._fail(CallCancelled(f"{what} was cancelled by its caller"))
-
     # ---- observation, by anybody
 
     def done(self) -> bool:
@@ -264,7 +261,7 @@ class Future(Generic[R]):
         call = self._call
         wait = None if call is None else call.wait_of(self)
         if wait is not None:
-            wait.begin(None)
+            wait.begin(None, bounded=timeout is not None)
         try:
             driver = self._driver
             done = driver.wait(signal, timeout) if driver is not None else _sleep_until_set(signal, timeout)

@@ -16,6 +16,7 @@ from typing import Any, Final, Protocol
 
 from monarch.core import codec, exceptions, inquiries
 from monarch.core.address import best
+from monarch.core.crossing import Crossings
 from monarch.core.driver import make_driver
 from monarch.core.envelope import MESSAGE_TTL, CallKey, Envelope, Flag, Kind
 from monarch.core.future import Future
@@ -118,6 +119,7 @@ class Proc:
         self._shared = transport.memory
         self._for_one = self._memory_for(1) if self._shared is not None else None
         self.room = Room(self, self.gateway.limits.mailbox_bytes)
+        self.crossings = Crossings(self)
         inquiries.install(self)
 
     @property

@@ -22,7 +22,7 @@ from monarch.core.future import Future, Outcome
 from monarch.core.ids import ActorId, PortId, ProcId
 from monarch.core.monitor import Down
 from monarch.core.proc import Proc
-from monarch.errors import ActorError
+from monarch.errors import ActorError, CallCancelled
 from monarch.mesh import pending
 from monarch.mesh.context import Context, Spawner, context, current_context
 from monarch.mesh.shape import Region
@@ -341,8 +341,8 @@ class CallSink:
         """The ranks that have not answered."""
         raise NotImplementedError
 
-    def _give_up(self, what: str) -> bool:
-        """Complete all futures as cancelled; False when there was none left."""
+    def _give_up(self, error: Exception) -> bool:
+        """Fail all futures that are pending; False when there was none left."""
         raise NotImplementedError
 
     def deliver(self, envelope: Envelope) -> None:
@@ -361,19 +361,36 @@ class CallSink:
         """(process, number) of the actors that have not answered."""
         return [(self._members.keys[rank], self._members.number) for rank in self._left()]
 
+    def wanted(self) -> str:
+        """The endpoint that was called, for people."""
+        left = self._left()
+        members = self._members
+        return members.endpoint_text(left[0]) if len(left) == 1 else f"{members.mesh_name}.{members.method}"
+
+    def refuse(self, error: Exception) -> None:
+        """Take the call back from those who have not answered, and fail with `error`."""
+        left = self._left()
+        self._close()
+        self._give_up(error)
+        self._withdraw(left)
+
     def explain(self, limit_s: float) -> str:
         return pending.explain(self._runtime, self._members, self.number, self._left(), limit_s)
 
     def cancel(self) -> bool:
         members, left = self._members, self._left()
         self._close()
-        if not self._give_up(f"the call {members.mesh_name}.{members.method}()"):
+        what = f"the call {members.mesh_name}.{members.method}() was cancelled by its caller"
+        if not self._give_up(CallCancelled(what)):
             return False
-        for rank in left:
-            proc = members.procs[rank]
-            if proc is not None:
-                inquiries.cancel(self._runtime, proc, members.number, self.number)
+        self._withdraw(left)
         return True
+
+    def _withdraw(self, ranks: Sequence[int]) -> None:
+        for rank in ranks:
+            proc = self._members.procs[rank]
+            if proc is not None:
+                inquiries.cancel(self._runtime, proc, self._members.number, self.number)
 
 
 class OneReply(CallSink, Generic[R]):
@@ -390,8 +407,8 @@ class OneReply(CallSink, Generic[R]):
     def _left(self) -> list[int]:
         return [self._rank]
 
-    def _give_up(self, what: str) -> bool:
-        return self.future._give_up(what)
+    def _give_up(self, error: Exception) -> bool:
+        return self.future._fail(error)
 
     def deliver(self, envelope: Envelope) -> None:
         self._close()
@@ -425,8 +442,8 @@ class MeshReply(CallSink, Generic[R]):
     def _left(self) -> list[int]:
         return [rank for rank, outcome in enumerate(self._outcomes) if outcome is None]
 
-    def _give_up(self, what: str) -> bool:
-        return self.future._give_up(what)
+    def _give_up(self, error: Exception) -> bool:
+        return self.future._fail(error)
 
     def deliver(self, envelope: Envelope) -> None:
         self._note(envelope.rank, envelope)
@@ -532,8 +549,8 @@ class StreamReply(CallSink, Generic[R]):
     def _left(self) -> list[int]:
         return [rank for rank, answered in enumerate(self._answered) if not answered]
 
-    def _give_up(self, what: str) -> bool:
-        given_up = [future._give_up(what) for future in self.futures]
+    def _give_up(self, error: Exception) -> bool:
+        given_up = [future._fail(error) for future in self.futures]
         return any(given_up)
 
     def _next(self, rank: int) -> Future[R] | None:

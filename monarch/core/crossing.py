@@ -1,0 +1,165 @@
+"""Calls that cross: actors that wait for each other, and no call came from another. Found within seconds, and refused.
+
+Theory of operation. A cycle that one call has made is refused as it closes (`deadlock`). Two calls of different origins
+make one, too, when each waits in an actor that the other needs; nothing in them says so. So, where an endpoint has
+waited for a call for a second, a probe asks the actor that was called: do you wait, too? It is passed on along what
+each on the way waits for, with the list of these waits, until somebody does not wait, or it is back:
+
+```
+    A.a waits for B.c, behind B.b ────►  B.b waits for A.d, behind A.a
+          ▲──────────────────────────────────────┘  back: [A.a for B.c, B.b for A.d]
+```
+
+What the list says was true of each wait at another moment. But waits are numbered: where two probes bring the same
+list, every wait in it has lasted from the one to the other, so that all were there at the same time, and none of them
+can end. Then one of the calls, the same for all who find out, fails with a `DeadlockError`, and the others go on. (Edge
+chasing, where each needs all that it waits for: Chandy, Misra and Haas, Distributed deadlock detection, 1983.)
+
+A `get` with a time-out ends by itself, and is left alone. What `deadlock` does not see is not seen here either.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final, Protocol, cast
+
+from attrs import define
+
+from monarch.core.deadlock import Wait
+from monarch.core.envelope import CallKey
+from monarch.core.instance import Instance
+from monarch.errors import DeadlockError
+
+if TYPE_CHECKING:
+    from monarch.core.proc import Proc
+
+_PROBE: Final = "crossing_probe"
+_LOOK_S: Final = 1.0
+_LONGEST: Final = 64  # waits in a cycle that is looked for
+_MOST_ASKED: Final = 64  # actors that one probe is passed on to
+_PROBES_KNOWN: Final = 1000
+
+
+@define(frozen=True)
+class Hop:
+    """An endpoint waits for a call that it has made.
+
+    Attributes:
+        key, port: of the call.
+        begun: how many waits for it there have been.
+        number: of the actor that waits.
+        waits, wanted: the endpoint that waits, and the one that it waits for, for people.
+    """
+
+    key: int
+    port: int
+    begun: int
+    number: int
+    waits: str
+    wanted: str
+
+
+class PendingCall(Protocol):
+    """A call that an endpoint has made."""
+
+    number: int
+    wait: Wait
+
+    def unanswered(self) -> list[tuple[int, int]]:
+        """(process, number) of the actors that have not answered."""
+        ...
+
+    def wanted(self) -> str:
+        """The endpoint that was called, for people."""
+        ...
+
+    def refuse(self, error: Exception) -> None:
+        """Take the call back from those who have not answered, and fail with `error`."""
+        ...
+
+
+class Crossings:
+    """Of one process. All but `look_later` runs on the driving thread."""
+
+    def __init__(self, proc: Proc) -> None:
+        self._proc = proc
+        self._looks = False
+        self._seen: set[int] = set()  # ports that were waited for at the last look
+        self._serials = itertools.count(1)
+        self._cycles: dict[int, tuple[Hop, ...]] = {}  # by port: what the last probe has brought back
+        self._passed: dict[tuple[CallKey, int], int] = {}  # (call that it began at, actor it came to) -> its serial
+        proc.handlers[_PROBE] = lambda envelope, serial, hops, number: self._on_probe(serial, hops, number)
+
+    def look_later(self) -> None:
+        """An endpoint has begun to wait. From any thread."""
+        if not self._looks:
+            self._looks = True
+            self._proc.gateway.call_later(_LOOK_S, self._look)
+
+    def _look(self) -> None:
+        self._looks = False
+        waited = {call.number: call for call in self._pending() if call.wait.lasts}
+        for port in self._seen & waited.keys():
+            self._ask(next(self._serials), (), waited[port])
+        self._seen = set(waited)
+        self._cycles = {port: cycle for port, cycle in self._cycles.items() if port in waited}
+        if waited:
+            self.look_later()
+
+    def _pending(self) -> Iterator[PendingCall]:
+        """What endpoints of this process have called."""
+        for sink in list(self._proc.ports.values()):
+            if getattr(sink, "wait", None) is not None:
+                yield cast(PendingCall, sink)
+
+    def _waits_of(self, number: int, caller: CallKey) -> Iterator[PendingCall]:
+        """Without which of its own calls that actor does not answer `caller`."""
+        actor = self._proc.actors.get(number)
+        if isinstance(actor, Instance):
+            served = next((each for each in tuple(actor.serving) if each.call == caller), None)
+            if served is not None or actor.mailbox.place(caller) is not None:
+                for call in self._pending():
+                    wait = call.wait
+                    stops = wait.holds_up(actor) if served is None else wait.holds(served)
+                    if stops and wait.lasts and wait.actor is actor:
+                        yield call
+
+    def _ask(self, serial: int, before: tuple[Hop, ...], call: PendingCall) -> None:
+        wait = call.wait
+        hop = Hop(self._proc.key, call.number, wait.begun, wait.actor.actor_id.number, wait.endpoint, call.wanted())
+        for key, number in call.unanswered()[:_MOST_ASKED]:
+            if key == self._proc.key:
+                self._on_probe(serial, (*before, hop), number)
+            else:
+                self._proc.tell_known(key, _PROBE, serial, (*before, hop), number)
+
+    def _on_probe(self, serial: int, hops: tuple[Hop, ...], number: int) -> None:
+        """Whoever made the last call on the list asks an actor of this process whether it waits, too."""
+        first, last = hops[0], hops[-1]
+        waits = self._waits_of(number, (last.key, last.port))
+        if (self._proc.key, number) == (first.key, first.number):
+            found = next((call for call in waits if call.number == first.port and call.wait.begun == first.begun), None)
+            if found is not None:
+                self._on_cycle(hops, found)
+        elif self._passed.get(((first.key, first.port), number)) != serial and len(hops) < _LONGEST:
+            if len(self._passed) >= _PROBES_KNOWN:
+                self._passed.clear()
+            self._passed[(first.key, first.port), number] = serial
+            for call in waits:
+                self._ask(serial, hops, call)
+
+    def _on_cycle(self, hops: tuple[Hop, ...], call: PendingCall) -> None:
+        if self._cycles.get(call.number) != hops:
+            self._cycles[call.number] = hops
+        elif hops[0] == max(hops, key=lambda hop: (hop.key, hop.port)):
+            del self._cycles[call.number]
+            call.refuse(DeadlockError(describe(hops), tuple(hop.waits for hop in hops)))
+
+
+def describe(hops: tuple[Hop, ...]) -> str:
+    waits = "; ".join(f"{hop.waits} waits for {hop.wanted}" for hop in hops)
+    return (
+        f"deadlock, calls that wait for each other: {waits}. None can be served before another is through, and this "
+        "one was chosen to fail. Do not wait in one of them (broadcast, a port), or make it a @concurrent_endpoint"
+    )

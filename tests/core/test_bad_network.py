@@ -182,4 +182,4 @@ def test_a_slow_network_slows_its_senders_and_memory_stays_bounded(network: Netw
         assert time.monotonic() - began_s < LIMIT_S * 3
     until(lambda: len(network.arrived.got) == 64)
     assert numbers(network.arrived) == list(range(64))
-    assert most < 16 * MIB
+    assert most < 40 * MIB  # the buffer, and what the kernel and the relay have

@@ -16,6 +16,7 @@ from __future__ import annotations
 import errno
 import functools
 import os
+import select
 import socket
 import ssl
 import threading
@@ -73,6 +74,9 @@ class TlsSocket(ssl.SSLSocket):
                 return super().send(data, flags)
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
             raise _not_ready() from None
+        except ssl.SSLEOFError:
+            super().recv(1)  # raises what the other side has said before it ended, if it has said anything
+            raise
 
     def sendmsg(self, buffers: Iterable[Any], *_: Any) -> int:  # type: ignore[override]
         """Send of the first buffer what there is room for."""
@@ -209,7 +213,12 @@ class TlsTransport:
         def prepare(sock: socket.socket) -> socket.socket:
             set_options(sock, small_frames=False)
             sock.settimeout(max(deadline_s - time.monotonic(), 1e-3))
-            return context.wrap_socket(sock)
+            wrapped = context.wrap_socket(sock)
+            # The acceptor speaks next, or says why it does not: whatever we say first may hide that.
+            poll = select.poll()
+            poll.register(wrapped, select.POLLIN)
+            poll.poll(max(deadline_s - time.monotonic(), 0) * 1e3)
+            return wrapped
 
         try:
             plain = pairing.connected(address, at, secret, deadline_s, prepare=prepare)

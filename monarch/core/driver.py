@@ -310,7 +310,9 @@ class CallerDriver:
         self._stopping = True
         self._wake()
         self._side_signal.nudge()
-        self._alarm.set(0.0)
+        alarm, self._alarm = self._alarm, ImmediateAlarm()  # the descriptor goes with whoever uses it still
+        for each in (alarm, self._alarm):
+            each.set(0.0)
         for signal in list(self._followers):
             signal.nudge()
         if threading.current_thread() is not self.thread:

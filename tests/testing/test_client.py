@@ -116,11 +116,14 @@ def test_a_failure_over_the_end_of_an_actor_fails_the_block() -> None:
     class Owner(Actor):
         def __init__(self) -> None:
             self.child = this_proc().spawn("child", FailingCleaner)
+
+        @endpoint
+        def wait_for_child(self) -> None:
             self.child.initialized.get(10)
 
     match = r"(?s)Owner owner .*child.* raised ValueError: cleanup says no"
     with pytest.raises(UnexpectedFaults, match=match), fresh_client():
-        this_host().spawn_procs().spawn("owner", Owner).initialized.get(10)
+        this_host().spawn_procs().spawn("owner", Owner).wait_for_child.call().get(10)
 
 
 @pytest.mark.parametrize("transport", ["inproc", "ipc"])

@@ -550,6 +550,11 @@ class Gateway:
             notify()
         return True
 
+    def is_linked(self, proc: ProcId) -> bool:
+        """Whether there is a link to it, or on its way."""
+        peer = self.peers.get(proc.key)
+        return peer is not None and (peer.link is not None or peer.dialing is not None)
+
     def is_elsewhere(self, proc: ProcId) -> bool | None:
         """Whether it is reached over the network, where the kernel does not tell who is gone; None: not known yet."""
         peer = self.peers.get(proc.key)

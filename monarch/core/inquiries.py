@@ -6,7 +6,7 @@ Answered by whoever drives the links, so that a busy actor, or one that is stuck
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from attrs import define
 
@@ -50,9 +50,9 @@ def ask(proc: Proc, callee: ProcId, actor: int, reply_port: int) -> Future[tuple
     return proc.request(callee, _STATE, actor, reply_port)
 
 
-def cancel(proc: Proc, callee: ProcId, actor: int, reply_port: int) -> None:
-    """Take that call back."""
-    proc.tell(callee, _CANCEL, actor, reply_port)
+def withdrawal(actor: int, reply_port: int) -> tuple[Any, ...]:
+    """What to tell the callee's process to take that call back."""
+    return _CANCEL, actor, reply_port
 
 
 def _on_state(proc: Proc, envelope: Envelope, number: int, reply_port: int) -> None:

@@ -100,6 +100,7 @@ class Proc:
         self.on_unborn: Callable[[int], None] = lambda number: None
         self._numbers = itertools.count(16)
         self._unborn: dict[int, list[Envelope]] = {}
+        self._unlaunched: dict[int, list[Callable[[], object]]] = {}  # by process of this host: what waits for it
         self._lock = threading.Lock()
         self.relay = Relay(self)
         self.gateway = Gateway(
@@ -159,6 +160,15 @@ class Proc:
         if envelope.via:
             self.relay.choose_way(envelope)
         down = self.gateway.send(envelope, proc, may_wait=may_wait)
+        if down is None:
+            return
+        if proc is None or not self.keeps(proc) or self.gateway.is_closed:
+            self.bounce(envelope, down)
+        else:
+            self.when_known(proc.key, lambda: self._send_again(envelope))
+
+    def _send_again(self, envelope: Envelope) -> None:
+        down = self.gateway.send(envelope)
         if down is not None:
             self.bounce(envelope, down)
 
@@ -350,6 +360,38 @@ class Proc:
 
     # ---- processes
 
+    def keeps(self, proc: ProcId) -> bool:
+        """Whether that process is, was or will be launched by this one."""
+        return proc.keeper is not None and proc.keeper.key == self.key
+
+    def launch(self, proc: ProcId) -> None:
+        """A process that this one keeps is about to start: what came too early for it goes on, in its order."""
+        self.gateway.peer(proc)
+        with self._lock:
+            is_wanted = proc.key in self._unlaunched
+        if is_wanted:
+            self.gateway.call_later(0.0, lambda: self._launched(proc.key))
+
+    def _launched(self, key: int) -> None:
+        with self._lock:
+            waiting = self._unlaunched.pop(key, [])
+        for then in waiting:
+            then()
+
+    def when_known(self, key: int, then: Callable[[], object]) -> None:
+        """Call `then` once a process that this one keeps is launched, or gone; at once if it is. Who names it may be
+        ahead of who has it launched: by `unborn_limit_s` at most, after which `then` finds no such peer."""
+        with self._lock:
+            waiting = self._unlaunched.get(key)
+            if waiting is not None:
+                waiting.append(then)
+                return
+            if key not in self.gateway.peers and self.monitors.gone((key, 0)) is None:
+                self._unlaunched[key] = [then]
+                self.gateway.call_later(self.unborn_limit_s, lambda: self._launched(key))
+                return
+        then()
+
     def _on_gone(self, peer: Peer, down: Down) -> None:
         key = peer.key
         self.room.forget(key)
@@ -397,7 +439,7 @@ class Proc:
         if keeper is None or keeper.key == proc.key:
             found(Down("unreachable", f"process {proc.uid} listens nowhere where this process could reach it"))
             return
-        asked = self.request(keeper, "locate", proc.key, list(self.gateway.ways.secrets))
+        asked = self.request(keeper, "locate", proc, list(self.gateway.ways.secrets))
 
         def answered() -> None:
             error = asked.exception(0)
@@ -412,19 +454,25 @@ class Proc:
 
         asked._on_done(answered)
 
-    def _on_locate(self, envelope: Envelope, key: int, domains: list[str]) -> None:
+    def _on_locate(self, envelope: Envelope, proc: ProcId, domains: list[str]) -> None:
         """Another process, which is in these domains, asks for one that we know: answer once it is up, or gone."""
+        if self.keeps(proc):
+            self.when_known(proc.key, lambda: self._tell_where(envelope, proc.key, domains))
+        else:
+            self._tell_where(envelope, proc.key, domains)
+
+    def _tell_where(self, envelope: Envelope, key: int, domains: list[str]) -> None:
         peer = self.gateway.peers.get(key)
         if peer is None:
-            self.answer(envelope, "gone", Down("unreachable", "its host does not know this process"))
+            unknown = Down("unreachable", "its host does not know this process")
+            self.answer(envelope, "gone", self.monitors.gone((key, 0)) or unknown)
             return
 
         def settled() -> None:
             if peer.down is not None:
                 self.answer(envelope, "gone", peer.down)
             elif peer.state is State.UP:
-                mine = peer.proc.keeper is not None and peer.proc.keeper.key == self.key
-                if mine and self.openings and best(peer.address, domains) is None:
+                if self.keeps(peer.proc) and self.openings and best(peer.address, domains) is None:
                     self._have_opened(envelope, peer)
                 else:
                     self.answer(envelope, "at", peer.address)
@@ -456,6 +504,8 @@ class Proc:
     def close(self, timeout_s: float = 2.0) -> None:
         """Deliver what was sent, leave, and fail what is still waited for: no answer comes through closed links."""
         self.gateway.close(timeout_s)
+        for key in list(self._unlaunched):
+            self._launched(key)
         self.room.close()
         down = Down("stopped", f"process {self.proc_id.uid}, which waits for it, has closed its links")
         for peer in list(self.gateway.peers.values()):

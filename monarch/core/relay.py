@@ -12,6 +12,8 @@ CALL, SPAWN or SYSTEM message that it is. Nobody unpickles anything that is the 
 - *TAKEN.* An agent tells who passed a cast on to it once all below have it: the agents below have said so, and no
   process of its own has more waiting than its buffer should hold. Who cast keeps the message until then, and so knows
   how much is under way (`wait_for_room`).
+- *Launches.* Who casts may be ahead of who has the processes launched: an agent keeps what is for one that it has not
+  heard of, for a while, and all that comes behind it.
 - *Death.* An agent that cannot pass a cast on says so with TAKEN, and who cast sends it to all hosts of that branch
   itself, as it does with what was below an agent that is gone before it said TAKEN. With an agent the processes of its
   host are gone, and no others. An agent tells of the end of a process whoever has cast to it.
@@ -25,6 +27,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from struct import Struct
 from typing import TYPE_CHECKING, Final
 
@@ -147,7 +150,7 @@ class Relay:
         parts = [self._titled(message.kind), body_of(branch, self._proc.key, sent.seqs), *message.parts]
         down = self._proc.gateway.send(_cast_of(message, key, parts, sent.number), branch.host)
         if down is not None:
-            self._lost(sent, key, down)
+            self._lost(sent, key, down, unsure=False)
 
     def _titled(self, kind: int) -> bytes:
         """The first part of a message that is passed on: what it is, and who sent it."""
@@ -182,16 +185,17 @@ class Relay:
         for then in due:
             then()
 
-    def _lost(self, sent: _Sent, key: int, down: Down) -> None:
-        """An agent is gone, and its processes with it; those below are reached without it."""
+    def _lost(self, sent: _Sent, key: int, down: Down, *, unsure: bool) -> None:
+        """An agent is gone, and its processes with it; those below are reached without it. `unsure`: it may have passed
+        the message on before."""
         branch = self._over(sent, key)
         if branch is None:
             return
         message = sent.message
+        if unsure:
+            message.flags |= Flag.UNSURE  # also of the copies that follow, whatever becomes of them
         for member, rank in zip(branch.keys, branch.ranks, strict=True):
-            lost = message.for_member(member, rank, 0, [])
-            lost.flags |= Flag.UNSURE
-            self._proc.bounce(lost, down)
+            self._proc.bounce(message.for_member(member, rank, 0, []), down)
         self._send_again(sent, branch.below)
         self._settle(sent)
 
@@ -240,7 +244,9 @@ class Relay:
         branch = self._over(sent, agent) if sent is not None else None
         if sent is None or branch is None:
             return
-        self._send_again(sent, _found(branch, lost))
+        if lost:
+            sent.message.flags |= Flag.UNSURE  # some may have reached their hosts all the same
+            self._send_again(sent, _found(branch, lost))
         self._settle(sent)
 
     # ---- who passes it on
@@ -254,10 +260,6 @@ class Relay:
             self._refuse(envelope, title, order)
             passed.lost += [host.key for host, _ in order.below]
         else:
-            if order.parent != origin.key and not all(key in self._proc.gateway.peers for key, _, _ in order.members):
-                # Its launch has not come here yet: what comes from whoever casts itself, comes behind that.
-                passed.lost.append(self._proc.key)
-                order.members.clear()
             self._pass_on(envelope, title, parts, order, passed)
         if passed.waiting:
             self._passed[origin.key, envelope.seq] = passed
@@ -281,13 +283,20 @@ class Relay:
             message = envelope.for_member(key, rank, seq, [title, *shared])
             message.kind = Kind.PASSED_ON
             self._callers.setdefault(key, set()).add(envelope.src_proc)
-            down = gateway.send(message)
-            if down is not None:
-                self._proc.bounce(message, down)
-                continue
+            passed.waiting.add(key)
+            self._proc.when_known(key, partial(self._hand_on, message, passed))
+
+    def _hand_on(self, message: Envelope, passed: _Passed) -> None:
+        """To a process of this host, which has it once it has room for more."""
+        gateway, key = self._proc.gateway, message.dst_proc
+        down = gateway.send(message)
+        if down is not None:
+            self._proc.bounce(message, down)
+        else:
             peer = gateway.peers[key]
-            if peer.is_full and peer.wants_room(_Then(lambda key=key: self._reached(passed, key, []))):  # type: ignore[arg-type, misc]
-                passed.waiting.add(key)
+            if peer.is_full and peer.wants_room(_Then(lambda: self._reached(passed, key, []))):  # type: ignore[arg-type]
+                return
+        self._reached(passed, key, [])
 
     def _refuse(self, envelope: Envelope, title: Buffer, order: Order) -> None:
         """There is no memory for the message. Its number still counts."""
@@ -298,7 +307,7 @@ class Relay:
                 hole = envelope.for_member(key, rank, seq, [title])
                 hole.kind, hole.reply_port = Kind.PASSED_ON, 0
                 hole.flags |= Flag.SKIP | Flag.SILENT
-                self._proc.gateway.send(hole)
+                self._proc.when_known(key, partial(self._proc.gateway.send, hole))
 
     def _shared(self, parts: list[Buffer], keys: list[int]) -> list[Buffer]:
         """Large parts, once for all processes of this host where memory can be shared with them."""
@@ -323,7 +332,9 @@ class Relay:
             return
         passed.waiting.discard(key)
         passed.lost += lost
-        if not passed.waiting and self._passed.pop((passed.origin, passed.number), None) is not None:
+        name = passed.origin, passed.number
+        if not passed.waiting and self._passed.get(name) is passed:  # all was passed on, and now all have it
+            del self._passed[name]
             self._owe(passed)
 
     def _owe(self, passed: _Passed) -> None:
@@ -433,7 +444,7 @@ class Relay:
         """A process has ended, and all that it sent was delivered."""
         key = gone.key
         for sent in list(self._sent.values()):
-            self._lost(sent, key, down)
+            self._lost(sent, key, down, unsure=bool(gone.pid))
         for passed in list(self._passed.values()):
             self._reached(passed, key, [key])
         for peer in list(self._gathered):

@@ -327,7 +327,7 @@ SETTINGS: Final[Mapping[str, Setting]] = {
             "actor_spawn_max_idle",
             Duration(),
             "30s",
-            "How long a message waits for an actor that is not spawned yet.",
+            "How long a message waits for an actor that is not spawned yet, or a process that is not launched yet.",
             _MESH,
         ),
         Setting(

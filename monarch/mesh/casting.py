@@ -10,15 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 from attrs import define
 
+from monarch.core import codec
 from monarch.core.cast import Branch, tree
-from monarch.core.envelope import Envelope
+from monarch.core.envelope import Envelope, Flag, Kind
 from monarch.core.ids import ProcId
 from monarch.core.peer import State
-from monarch.core.proc import Proc
+from monarch.core.proc import PROC_AGENT, Proc
 
 FAN_OUT: Final = 16
 """So many hosts get a cast from where it comes from: 16 frames leave in the millisecond that one more hop costs."""
@@ -70,6 +71,20 @@ def send_to_all(runtime: Proc, message: Envelope, targets: Targets, seqs: Mappin
             runtime.send(message.for_member(key, at, seqs.get(at, 0), list(message.parts)), proc)
     if branches:
         runtime.relay.wait_for_room(branches)
+
+
+def tell_all(runtime: Proc, procs: Sequence[ProcId], *message: Any) -> None:
+    """Tell the agents of these processes something that has no answer. Does not wait, and dials nobody on another
+    host: its agent passes it on to those to which there is no link."""
+    news = Envelope(Kind.SYSTEM, 0, PROC_AGENT, 0, runtime.key, PROC_AGENT, codec.encode(message), Flag.SILENT)
+    far = [(proc.key, proc) for proc in procs if not runtime.gateway.is_linked(proc)]
+    branches = [_branch(host, far, ats) for host, ats in _by_host(runtime, far)]
+    if branches:
+        runtime.relay.cast(news, branches, _UNNUMBERED)
+    passed_on = {key for branch in branches for key in branch.keys}
+    for proc in procs:
+        if proc.key not in passed_on:
+            runtime.send(news.for_member(proc.key, 0, 0, list(news.parts)), proc, may_wait=False)
 
 
 def ways(runtime: Proc, targets: Targets, few: int | None = None) -> Ways:

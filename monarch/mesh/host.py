@@ -264,7 +264,7 @@ class HostAgent:
         launched = []
         for request in requests:
             proc = evolve(request.proc, keeper=runtime.proc_id)
-            runtime.gateway.peer(proc)
+            runtime.launch(proc)
             each = _Launched(request, owner)
             with self._lock:
                 self._procs[proc.key] = each
@@ -355,16 +355,19 @@ class HostAgent:
                 answered[0] = True
                 runtime.answer(envelope, "up")
 
+        def known(key: int) -> None:
+            peer = runtime.gateway.peers.get(key)
+            if peer is not None:
+                runtime.gateway.when_settled(peer, partial(settled, key))
+            elif not answered[0]:
+                answered[0] = True
+                runtime.answer(envelope, "down", "its host does not know this process")
+
         for key in keys:
             if key == runtime.key:
                 left.discard(key)
-                continue
-            peer = runtime.gateway.peers.get(key)
-            if peer is None:
-                answered[0] = True
-                runtime.answer(envelope, "down", "its host does not know this process")
-                return
-            runtime.gateway.when_settled(peer, partial(settled, key))
+            else:
+                runtime.when_known(key, partial(known, key))
         if not left and not answered[0]:
             answered[0] = True
             runtime.answer(envelope, "up")

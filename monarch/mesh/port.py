@@ -24,6 +24,7 @@ from monarch.core.monitor import Down
 from monarch.core.proc import Proc
 from monarch.errors import ActorError, CallCancelled
 from monarch.mesh import pending
+from monarch.mesh.casting import tell_all
 from monarch.mesh.context import Context, Spawner, context, current_context
 from monarch.mesh.shape import Region
 from monarch.mesh.value_mesh import ValueMesh
@@ -387,10 +388,9 @@ class CallSink:
         return True
 
     def _withdraw(self, ranks: Sequence[int]) -> None:
-        for rank in ranks:
-            proc = self._members.procs[rank]
-            if proc is not None:
-                inquiries.cancel(self._runtime, proc, self._members.number, self.number)
+        members = self._members
+        procs = [proc for rank in ranks if (proc := members.procs[rank]) is not None]
+        tell_all(self._runtime, procs, *inquiries.withdrawal(members.number, self.number))
 
 
 class OneReply(CallSink, Generic[R]):

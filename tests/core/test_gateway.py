@@ -245,11 +245,60 @@ def test_an_address_behind_a_keeper_is_asked_for(net: Net) -> None:
     assert peer(a, child).address == child.gateway.address
 
 
+@pytest.mark.parametrize("sender", ["keeper", "other"])
+def test_a_process_that_is_not_launched_yet_is_waited_for(net: Net, sender: str) -> None:
+    keeper, other = net.proc("keeper"), net.proc("other")
+    child = net.proc("child", keeper=keeper.proc_id)
+    number, at_child = net.port(child)
+    known = ProcId(child.proc_id.uid, "", keeper.proc_id)
+    a = keeper if sender == "keeper" else other
+    answer, waiting = net.port(a)
+    early = value(a, child, number, b"early", answer)
+    a.send(early, known)
+    until(lambda: child.key in keeper._unlaunched)
+    keeper.launch(known)
+    child.gateway.connect(keeper.proc_id)
+    until(lambda: at_child.got == [b"early"])
+    assert not waiting.bounces
+
+
+def test_what_waits_for_a_launch_stays_in_its_order(net: Net) -> None:
+    keeper = net.proc("keeper")
+    child = ProcId(Uid.instance("child"), "", keeper.proc_id)
+    order: list[int] = []
+    keeper.when_known(child.key, lambda: order.append(1))
+    keeper.launch(child)
+    keeper.when_known(child.key, lambda: order.append(2))
+    until(lambda: order == [1, 2])
+    keeper.when_known(child.key, lambda: order.append(3))
+    assert order == [1, 2, 3]
+
+
+def test_a_process_that_closes_waits_for_no_launch(net: Net) -> None:
+    keeper = net.proc("keeper")
+    child = ProcId(Uid.instance("child"), "", keeper.proc_id)
+    waiting = keeper.request(child, "never")
+    assert not waiting.done()
+    keeper.close(0.0)
+    assert isinstance(waiting.exception(LIMIT_S), gateway_module.PeerGone)
+
+
+def test_a_keeper_remembers_why_a_process_is_gone_that_it_has_forgotten(net: Net) -> None:
+    keeper, a = net.proc("keeper"), net.proc("a")
+    child = ProcId(Uid.instance("child"), "", keeper.proc_id)
+    down = Down("killed", "out of memory", 42, "h", None, 9)
+    keeper.gateway.declare_gone(child, down)
+    del keeper.gateway.peers[child.key]
+    error = a.request(child, "never").exception(LIMIT_S)
+    assert isinstance(error, gateway_module.PeerGone) and error.down == down
+
+
 def test_a_keeper_says_why_its_process_is_gone(net: Net) -> None:
     keeper, a = net.proc("keeper"), net.proc("a")
     child = ProcId(Uid.instance("child"), "", keeper.proc_id)
     stranger = ProcId(Uid.instance("stranger"), "", keeper.proc_id)
     answer, waiting = net.port(a)
+    keeper.unborn_limit_s = 0.05
     keeper.gateway.peer(child)
     for dst in (child, stranger):
         a.send(Envelope(Kind.PORT, dst.key, 0, 1, a.key, 0, [b"x"], 4, reply_port=answer), dst)

@@ -45,7 +45,7 @@ def test_a_cancelled_call_leaves_the_queue(net: Net) -> None:
     for seq, port in enumerate((101, 102, 103)):
         call(a, b, 500, seq, port)
 
-    inquiries.cancel(a, b.proc_id, 500, 102)
+    a.tell(b.proc_id, *inquiries.withdrawal(500, 102))
     until(lambda: len(instance.mailbox) == 2)
 
     assert [state(a, b, 500, port).ahead for port in (101, 102, 103)] == [0, None, 1]
@@ -55,7 +55,7 @@ def test_a_cancelled_call_leaves_the_queue(net: Net) -> None:
 def test_a_call_is_cancelled_before_its_actor_is_there(net: Net) -> None:
     a, b = net.proc("a"), net.proc("b")
     call(a, b, 500, 0, 101)
-    inquiries.cancel(a, b.proc_id, 500, 101)
+    a.tell(b.proc_id, *inquiries.withdrawal(500, 101))
     call(a, b, 500, 1, 102)
     assert state(a, b, 500, 101) == inquiries.CallState(None)  # all three have arrived
 

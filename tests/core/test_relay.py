@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import pytest
 
@@ -54,6 +53,7 @@ class Answers:
         self.number = proc.new_port()
         self.got: dict[int, bytes] = {}
         self.bounced_ranks: list[int] = []
+        self.unsure_ranks: list[int] = []
         self.gone: set[int] = set()
         proc.ports[self.number] = self
 
@@ -63,6 +63,8 @@ class Answers:
 
     def bounced(self, envelope: Envelope, down: Down) -> None:
         self.bounced_ranks.append(envelope.rank)
+        if envelope.flags & Flag.UNSURE:
+            self.unsure_ranks.append(envelope.rank)
 
     def proc_gone(self, key: int, down: Down) -> None:
         self.gone.add(key)
@@ -252,33 +254,69 @@ def test_a_host_that_an_agent_cannot_reach_is_reached_by_who_casts(net: Net) -> 
     assert not answers.bounced_ranks
 
 
-def test_a_cast_waits_behind_the_launch_of_its_processes(net: Net) -> None:
-    world = World(net, hosts=2, each=1, fan_out=1)
+@pytest.mark.parametrize("fan_out", [1, 2])
+def test_what_is_ahead_of_the_launch_of_its_process_waits_for_that(net: Net, fan_out: int) -> None:
+    world = World(net, hosts=2, each=2, fan_out=fan_out)
     answers = Answers(world.root)
-    agent, member = world.agents[1], world.members[1]
-    known = agent.gateway.peers.pop(member.key)
-
-    def launch(envelope: Envelope) -> None:
-        agent.gateway.peers[member.key] = known
-
-    agent.handlers["launch"] = launch
-    told = agent.relay.deliver
-
-    def deliver(envelope: Envelope) -> None:
-        told(envelope)
-        if member.key not in agent.gateway.peers:  # its cast, by the other agent, came first
-            world.root.tell(agent.proc_id, "launch")
-
-    agent.relay.deliver = deliver  # type: ignore[method-assign]
-    send_again = world.root.relay._send_again
-
-    def once_launched(sent: Any, branches: Any) -> None:
-        until(lambda: member.key in agent.gateway.peers)
-        send_again(sent, branches)
-
-    world.root.relay._send_again = once_launched  # type: ignore[method-assign]
+    agent, late = world.agents[1], world.members[3]
+    launched = agent.gateway.peers.pop(late.key)
+    order: list[str] = []
+    late.handlers["spawn"] = lambda envelope: order.append("spawned")
+    late.replies = lambda data: order.append("called") or data  # type: ignore[func-returns-value]
+    parts = codec.encode(())
+    world.root.relay.cast(world.call(parts[0], 0, Kind.SPAWN), world.branches(), {})  # type: ignore[arg-type]
     world.cast(b"x", answers.number)
-    until(lambda: len(answers.got) == 2)
+    until(lambda: len(agent._unlaunched.get(late.key, ())) == 2 and answers.got.keys() == {0, 1, 2})
+    assert not order and not answers.bounced_ranks
+    agent.gateway.peers[late.key] = launched
+    agent.launch(late.proc_id)
+    until(lambda: len(answers.got) == 4)
+    assert order == ["spawned", "called"] and not agent._unlaunched
+    until(lambda: not world.root.relay._sent)
+
+
+def test_what_is_for_a_process_that_nobody_launches_comes_back(net: Net) -> None:
+    world = World(net, hosts=2, each=2, fan_out=2)
+    answers = Answers(world.root)
+    world.agents[1].unborn_limit_s = 0.05
+    del world.agents[1].gateway.peers[world.members[2].key]
+    world.cast(b"x", answers.number)
+    until(lambda: answers.bounced_ranks == [2] and answers.got.keys() == {0, 1, 3})
+    assert not answers.unsure_ranks
+    until(lambda: not world.root.relay._sent)
+
+
+def test_what_a_host_may_have_passed_on_before_its_end_is_of_unknown_fate(net: Net) -> None:
+    world = World(net, hosts=2, each=2, fan_out=2)
+    answers = Answers(world.root)
+    agent = world.agents[1]
+    agent.relay._tell_taken = lambda parent: None  # type: ignore[method-assign]
+    world.members[2].replies = world.members[3].replies = None
+    down = Down("unreachable", "its host is gone")
+    world.cast(b"x", answers.number)
+    until(lambda: all(member.got for member in world.members))
+    agent.close(0.0)
+    world.root.gateway.declare_gone(agent.proc_id, down)
+    until(lambda: sorted(answers.bounced_ranks) == sorted(answers.unsure_ranks) == [2, 3])
+
+    later = Answers(world.root)
+    world.cast(b"y", later.number)
+    until(lambda: sorted(later.bounced_ranks) == [2, 3])
+    assert not later.unsure_ranks  # it has not left
+
+
+def test_what_is_sent_again_may_have_been_served_before(net: Net) -> None:
+    world = World(net, hosts=3, each=1, fan_out=1)
+    answers = Answers(world.root)
+    middle = world.agents[1]
+    middle.relay.deliver = lambda envelope: None  # type: ignore[method-assign]
+    world.cast(b"x", answers.number)
+    until(lambda: answers.got.keys() == {0})
+    world.agents[2].gateway.declare_gone(world.members[2].proc_id, Down("killed", "it was killed"))
+    middle.close(0.0)
+    for proc in (world.root, world.agents[0]):
+        proc.gateway.declare_gone(middle.proc_id, Down("unreachable", "its host is gone"))
+    until(lambda: sorted(answers.unsure_ranks) == [1, 2])
 
 
 def test_messages_that_are_not_numbered_are_passed_on_as_what_they_are(net: Net) -> None:

@@ -27,10 +27,11 @@ from monarch.core.address import EVERYWHERE
 from monarch.core.ids import ProcId, Uid
 from monarch.core.proc import Proc
 from monarch.mesh import casting
-from monarch.mesh.casting import FAN_OUT, FEW, ways
+from monarch.mesh.casting import FAN_OUT, FEW, tell_all, ways
 from monarch.testing import TestClient, fresh_client
 from tests.core.net import SECRET as NET_SECRET
-from tests.core.net import Net
+from tests.core.net import Net, until
+from tests.core.test_relay import World
 from tests.mesh import netns
 from tests.mesh.workers import worker
 
@@ -84,6 +85,30 @@ def test_until_their_agents_are_up_many_hosts_are_reached_side_by_side(runtime: 
     found = ways(runtime, _targets(*hosts))
     assert not found.direct and not found.lasting
     assert [branch.host for branch in found.branches] == hosts
+
+
+def test_nobody_on_another_host_is_dialed_to_be_told_something() -> None:
+    net = Net()
+    try:
+        world = World(net, hosts=2, each=3, fan_out=2)
+        told: list[int] = []
+        for rank, member in enumerate(world.members):
+            member.handlers["news"] = lambda envelope, what, rank=rank: told.append(rank + what)
+        linked, *others = world.members
+        world.root.gateway.connect(linked.proc_id)
+        until(lambda: world.root.gateway.peers[linked.key].link is not None)
+        by_agents: list[int] = []
+        cast = world.root.relay.cast
+        world.root.relay.cast = lambda message, branches, seqs: (  # type: ignore[method-assign]
+            by_agents.extend(key for branch in branches for key in branch.keys),
+            cast(message, branches, seqs),
+        )[1]
+        tell_all(world.root, [member.proc_id for member in world.members], "news", 10)
+        until(lambda: sorted(told) == [10, 11, 12, 13, 14, 15])
+        assert by_agents == [member.key for member in others]
+        assert all(world.root.gateway.peers[member.key].link is None for member in others)
+    finally:
+        net.close()
 
 
 # ---- over a network

@@ -13,14 +13,20 @@ from monarch.actor import (
     Actor,
     ActorError,
     Point,
+    ProcMesh,
     SupervisionError,
+    context,
     default_bootstrap_cmd,
     endpoint,
     this_host,
     this_proc,
 )
-from monarch.testing import TestClient
+from monarch.core.ids import ProcId, Uid
+from monarch.mesh.host import LaunchRequest
+from monarch.mesh.shape import Region, Slice
+from monarch.testing import TestClient, fresh_client
 from tests.mesh.actors import AsyncWorker, EndlessInit, Worker
+from tests.until import until
 
 
 class State:
@@ -54,6 +60,31 @@ class Prepared(Actor):
     @endpoint
     def state(self) -> str:
         return self.at_birth
+
+
+class User(Actor):
+    """Spawns on processes that it has heard of."""
+
+    @endpoint
+    def use(self, procs: ProcMesh) -> str:
+        return str(procs.spawn("worker", Worker).echo.call_one("served").get(20))
+
+
+@pytest.mark.parametrize("who", ["an actor", "the client"])
+@pytest.mark.parametrize("transport", ["inproc", pytest.param("ipc", marks=pytest.mark.slow)])
+def test_processes_can_be_used_before_their_host_has_heard_of_their_launch(transport: str, who: str) -> None:
+    with fresh_client(transport):
+        client = context().actor_instance
+        runtime = client.proc_runtime
+        proc = ProcId(Uid.instance("late"), "", runtime.proc_id)
+        procs = ProcMesh("late", [proc], Region((), Slice(0, (), ())))
+        if who == "an actor":
+            used = this_host().spawn_procs().spawn("user", User).use.call_one(procs)
+        else:
+            used = procs.spawn("worker", Worker).echo.call_one("served")
+        until(lambda: proc.key in runtime._unlaunched)
+        runtime.tell(runtime.proc_id, "launch", client.actor_id, [LaunchRequest(proc, "monarch: late")])
+        assert used.get(20) == "served"
 
 
 # Shapes

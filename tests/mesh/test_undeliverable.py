@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 
-from monarch.actor import Channel, SupervisionError, this_host
+from monarch.actor import Channel, SupervisionError, context, this_host
+from monarch.core.envelope import Envelope, Flag, Kind
+from monarch.core.monitor import Down
+from monarch.mesh.undeliverable import Undeliverable
 from monarch.testing import Recorder, TestClient
 from tests.mesh.actors import Worker
 
@@ -50,3 +53,19 @@ def test_a_value_for_a_port_that_is_gone_names_the_port(monarch_client: TestClie
     (text,) = warnings.wait(1)
     assert f"to='port {name}." in text
     assert "return_undeliverable = False" in text
+
+
+@pytest.mark.parametrize("unsure", [False, True])
+def test_what_may_have_been_served_is_not_called_undeliverable(
+    monarch_client: TestClient, warnings: Recorder[str], unsure: bool
+) -> None:
+    client = context().actor_instance
+    runtime, number = client.proc_runtime, client.actor_id.number
+    flags = Flag.UNSURE if unsure else 0
+    lost = Envelope(Kind.CALL, 1, number, 0, runtime.key, number, [b""], flags)
+    runtime.bounce(lost, Down("unreachable", "its host is gone"))
+    (text,) = warnings.wait(1)
+    assert text.startswith("message.maybe_delivered" if unsure else "message.undeliverable")
+    told = Undeliverable.of(client, lost, Down("unreachable", "its host is gone"))
+    assert told.maybe_delivered is unsure
+    assert told.error_msg().startswith("message to actor" if unsure else "undeliverable message to actor")

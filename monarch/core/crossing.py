@@ -15,12 +15,14 @@ list, every wait in it has lasted from the one to the other, so that all were th
 can end. Then one of the calls, the same for all who find out, fails with a `DeadlockError`, and the others go on. (Edge
 chasing, where each needs all that it waits for: Chandy, Misra and Haas, Distributed deadlock detection, 1983.)
 
-A `get` with a time-out ends by itself, and is left alone. What `deadlock` does not see is not seen here either.
+A `get` with a time-out ends by itself, and is left alone; the limits of asyncio are not seen. What `deadlock` does not
+see is not seen here either.
 """
 
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
@@ -87,23 +89,30 @@ class Crossings:
         self._looks = False
         self._seen: set[int] = set()  # ports that were waited for at the last look
         self._serials = itertools.count(1)
-        self._cycles: dict[int, tuple[Hop, ...]] = {}  # by port: what the last probe has brought back
+        self._lock = threading.Lock()  # guards `_looks`
+        # What has come back since the last look, and before it.
+        self._cycles: set[tuple[Hop, ...]] = set()
+        self._cycles_before: set[tuple[Hop, ...]] = set()
         self._passed: dict[tuple[CallKey, int], int] = {}  # (call that it began at, actor it came to) -> its serial
         proc.handlers[_PROBE] = lambda envelope, serial, hops, number: self._on_probe(serial, hops, number)
 
     def look_later(self) -> None:
         """An endpoint has begun to wait. From any thread."""
-        if not self._looks:
+        if self._looks:
+            return
+        with self._lock:
+            if self._looks:
+                return
             self._looks = True
-            self._proc.gateway.call_later(_LOOK_S, self._look)
+        self._proc.gateway.call_later(_LOOK_S, self._look)
 
     def _look(self) -> None:
         self._looks = False
         waited = {call.number: call for call in self._pending() if call.wait.lasts}
+        self._cycles, self._cycles_before = set(), self._cycles
         for port in self._seen & waited.keys():
             self._ask(next(self._serials), (), waited[port])
         self._seen = set(waited)
-        self._cycles = {port: cycle for port, cycle in self._cycles.items() if port in waited}
         if waited:
             self.look_later()
 
@@ -150,10 +159,9 @@ class Crossings:
                 self._ask(serial, hops, call)
 
     def _on_cycle(self, hops: tuple[Hop, ...], call: PendingCall) -> None:
-        if self._cycles.get(call.number) != hops:
-            self._cycles[call.number] = hops
+        if hops not in self._cycles_before:
+            self._cycles.add(hops)
         elif hops[0] == max(hops, key=lambda hop: (hop.key, hop.port)):
-            del self._cycles[call.number]
             call.refuse(DeadlockError(describe(hops), tuple(hop.waits for hop in hops)))
 
 

@@ -126,8 +126,8 @@ class Wait:
             return
         self.begun += 1
         instance.proc_runtime.crossings.look_later()
+        self._bounded = bounded
         if task is None:
-            self._bounded = bounded
             self._blocked = True
             if self._probes:
                 self._go_on()

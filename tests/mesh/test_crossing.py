@@ -118,6 +118,20 @@ def test_one_of_the_calls_is_refused_and_the_rest_is_answered(
     assert [each.answer.call_one().get(LIMIT_S) for each in trio] == ["answered"] * 3  # they live on
 
 
+def test_a_call_of_a_mesh_whose_members_cross_back(client: TestClient, channel: Any) -> None:
+    procs = this_host().spawn_procs({"gpus": 4})
+    mesh, one = procs.spawn("crossers", Crosser), procs.slice(gpus=0).spawn("one", Crosser)
+    members = [mesh.slice(gpus=at) for at in range(4)]
+    calls = [lambda ready: one.cross.call_one(mesh, ready)]
+    calls += [lambda ready, each=each: each.cross.call_one(one, ready) for each in members]
+
+    ends = list(outcomes(released(channel, calls)))
+
+    refused = [end for end in ends if isinstance(end, DeadlockError)]
+    assert refused and all(len(error.cycle) == 2 for error in refused)
+    assert all(end in refused or set(end) == {"answered"} for end in ends)
+
+
 def test_a_wait_for_one_that_is_busy_is_no_cycle(trio: list[Any], channel: Any) -> None:
     a, b, c = trio
     port, receiver = channel

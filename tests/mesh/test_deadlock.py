@@ -35,7 +35,7 @@ def test_a_call_to_itself_is_refused_by_name(spawn: Spawn, shared: Shared) -> No
 
     error = refused(a.go_without_limit.call_one([a]))
 
-    assert error.cycle == ("tests.mesh.knots.Knot knot0.go_without_limit",) or "knot0" in error.cycle[0]
+    assert len(error.cycle) == 1 and "Knot knot0" in error.cycle[0] and error.cycle[0].endswith(".go_without_limit")
     assert "knot0" in str(error) and ".go_without_limit calls " in str(error) and "self.method()" in str(error)
     assert a.go.call_one([]).get(LIMIT_S) == "end"  # it lives on
 

@@ -1,4 +1,4 @@
-"""Names of the API that are planned: meters and spans do nothing, the rest says what is missing."""
+"""Names of the API that are planned: meters and spans, which do nothing."""
 
 from __future__ import annotations
 
@@ -7,10 +7,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-def _planned(what: str, instead: str = "") -> NoReturn:
-    raise NotImplementedError(f"{what} is planned, and not part of this version{instead}")
 
 
 class _Instrument:

@@ -2,8 +2,8 @@
  * what it is for; this file has what Python cannot do: fences, a copy without a detour, and a wait that keeps its CPU.
  *
  * Memory: a head of 256 bytes with `tail` (how many bytes were ever pushed) and `head` (ever popped), each on a cache line
- * of its own, and `asleep`, which the reader sets before it sleeps and the writer clears when it wakes it. Then the
- * data, a power of two. A record is contiguous and begins at a multiple of 8: `struct record`, the sizes of the parts,
+ * of its own, and `asleep`, which the reader sets before it sleeps, and the writer clears when it wakes it, or the reader
+ * when it is awake. Then the data, a power of two. A record is contiguous and begins at a multiple of 8: `struct record`, the sizes of the parts,
  * the parts. Where a record would wrap around, the rest of the data is skipped by a record of size SKIP.
  *
  * A record becomes visible by one store to `tail`, after all else: of a writer that dies in the middle nothing is seen. The

@@ -10,7 +10,7 @@ import functools
 import itertools
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
@@ -152,9 +152,9 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any], where: Place | None =
     varying: list[float] = []
     tensors: list[Any] = []  # all of them, local ones too
     _survey(args, key, refs, varying, tensors)
-    for name, value in kwargs.items():
-        key.append(name)
-        _survey((value,), key, refs, varying, tensors)
+    if kwargs:
+        key += kwargs
+        _survey(kwargs.values(), key, refs, varying, tensors)
     if not refs:
         if tensors or (where is None and (not _makes_tensors(func) or _stays_here(kwargs))):
             return func(*args, **kwargs)
@@ -214,7 +214,7 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any], where: Place | None =
 
 
 def _survey(
-    args: Sequence[Any], key: list[Any], refs: list[Ref], varying: list[float] | None, tensors: list[Any]
+    args: Iterable[Any], key: list[Any], refs: list[Ref], varying: list[float] | None, tensors: list[Any]
 ) -> None:
     """Add to `key` what the plan depends on; numbers that it does not depend on go to `varying`."""
     for arg in args:

@@ -217,7 +217,7 @@ class Engine:
         self.pinned: set[int] = set()  # templates that compiled functions use
         self.coalescing = 0
         self.lost: BaseException | None = None
-        self._numbers = itertools.count(1)
+        self._next = 1
         self._waiting: weakref.WeakSet[Future[Any]] = weakref.WeakSet()
         self._functions: weakref.WeakKeyDictionary[Any, tuple[int, Function]] = weakref.WeakKeyDictionary()
         self._paths: dict[str, tuple[int, Function]] = {}
@@ -251,9 +251,8 @@ class Engine:
 
     def new(self, count: int = 1) -> int:
         """The first of `count` numbers for tensors that follow each other."""
-        first = next(self._numbers)
-        for _ in range(count - 1):
-            next(self._numbers)
+        first = self._next
+        self._next += count
         return first
 
     def flush(self) -> None:

@@ -6,11 +6,13 @@ import itertools
 import linecache
 from collections.abc import Sequence
 from types import CodeType, FrameType
+from typing import Any
 
 from monarch.errors import MonarchError, SupervisionError
 
-Stack = Sequence[tuple[CodeType, int]]
-"""Where a command was issued: (code, offset of the instruction in bytes), innermost first."""
+Stack = Sequence[CodeType | int]
+"""Where a command was issued: code, offset of the instruction in bytes, and so on, innermost first. It is flat, because
+a tuple for each frame of each command would keep the garbage collector busy."""
 
 _DEPTH = 24
 _OURS = __file__.rpartition("/")[0]
@@ -18,9 +20,10 @@ _OURS = __file__.rpartition("/")[0]
 
 def stack_of(frame: FrameType | None) -> Stack:
     """The frames from `frame` outwards, as cheaply as can be: 0.06 us each. Formatted only when somebody asks."""
-    stack: list[tuple[CodeType, int]] = []
-    while frame is not None and len(stack) < _DEPTH:
-        stack.append((frame.f_code, frame.f_lasti))
+    stack: list[CodeType | int] = []
+    while frame is not None and len(stack) < 2 * _DEPTH:
+        stack.append(frame.f_code)
+        stack.append(frame.f_lasti)
         frame = frame.f_back
     return stack
 
@@ -31,7 +34,8 @@ def format_stack(stack: Stack) -> str:
 
     inside = (_OURS, torch.__file__.rpartition("/")[0])
     lines = []
-    for code, at in reversed(stack):
+    frames: Any = zip(stack[::2], stack[1::2], strict=True)
+    for code, at in reversed(list(frames)):
         if not code.co_filename.startswith(inside):
             line = next(itertools.islice(code.co_positions(), at // 2, None))[0] or code.co_firstlineno
             lines.append(f'  File "{code.co_filename}", line {line}, in {code.co_name}\n')

@@ -114,9 +114,6 @@ class Tensor(torch.Tensor):
         self._ref = ref
         return self
 
-    def __init__(self, ref: Ref) -> None:
-        pass
-
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None

@@ -33,10 +33,12 @@ from monarch.mesh import controllers, debug_service
 from monarch.mesh.agent import release_owned
 from monarch.mesh.console import Console
 from monarch.mesh.context import NOWHERE, Context, set_client_context
+from monarch.mesh.forwarding import make_forwarder
 from monarch.mesh.host import HostAgent, ProcessStarter, Starter
 from monarch.mesh.inspector import Collector
 from monarch.mesh.mesh_proc import MeshProc
 from monarch.mesh.network import through
+from monarch.mesh.outputs import Outputs
 from monarch.mesh.proc_client import ProcClient
 from monarch.mesh.threads import ThreadStarter
 from monarch.mesh.undeliverable import Undeliverable
@@ -270,7 +272,7 @@ def make() -> Context:
     log.info("transport.chosen", transport=scheme, reason=reason, address=runtime.gateway.url)
     inproc = scheme == "inproc"
     starter: Starter = ThreadStarter(runtime) if inproc else ProcessStarter(runtime.gateway, [scheme])
-    client = RootClient(runtime, HostAgent(runtime, starter, registry.any_address(scheme)))
+    client = RootClient(runtime, HostAgent(runtime, starter, registry.any_address(scheme), Outputs(make_forwarder)))
     stack_signal.answer(runtime.driver.thread)
     client.console.open()
     atexit.register(client.at_exit)

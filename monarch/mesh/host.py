@@ -25,18 +25,16 @@ from monarch.core.monitor import Down
 from monarch.core.peer import State
 from monarch.launch.bootstrap import BootstrapCommand
 from monarch.launch.launcher import Exit, Launcher, LaunchSpec
-from monarch.launch.wire import explain
 from monarch.log import get_logger
 from monarch.mesh import actor_config
-from monarch.mesh.forwarding import Forwarder, Source, make_forwarder
-from monarch.mesh.lines import Origin
+from monarch.mesh.lines import Origin, Parcel
 from monarch.mesh.mesh_proc import MeshProc
+from monarch.mesh.outputs import Outputs
 from monarch.transports import registry
 
 log = get_logger("monarch.host")
 
 _ORPHAN_GRACE_S = 1.0
-_LAST_LINES_S = 1.0
 _LOOK_AGAIN_S = 0.1
 
 
@@ -50,7 +48,7 @@ class LaunchRequest:
         env: variables on top of the host's environment.
         command: exec this; None forks the template.
         gated: it makes no actors before its bootstrap function is through.
-        origin: who it is in forwarded output; None: it writes to the client's output itself.
+        origin: who it is in forwarded output; None: it writes to the output of its host's agent itself.
     """
 
     proc: ProcId
@@ -97,10 +95,14 @@ class Running(Protocol):
 class Starter(Protocol):
     """How processes are started: real ones by a `Launcher`, or as threads of this one."""
 
-    def start(self, requests: list[LaunchRequest], boots: list[Boot], on_exit: list[Callable[[Exit], None]]) -> Any: ...
-
-    def show(self, keys: list[int], show: bool, window_s: float | None) -> bool:
-        """How the output of processes is shown; False where that of one is not forwarded."""
+    def start(
+        self,
+        requests: list[LaunchRequest],
+        boots: list[Boot],
+        on_exit: list[Callable[[Exit], None]],
+        outputs: list[tuple[int, int] | None],
+    ) -> Any:
+        """Start processes whose standard output and error are the `outputs`; None: those of this process."""
         ...
 
     def close(self, timeout_s: float) -> None: ...
@@ -127,18 +129,16 @@ class ProcessStarter:
         modules = [registry.module(scheme) for scheme in schemes]
         self.launcher = Launcher(preload=[*_PRELOAD, *modules, *(m for s in schemes for m in _PRELOAD_FOR.get(s, ()))])
         self._loop.add_pollable(self.launcher.fileno(), self.launcher.pump)
-        self._forwarder: Forwarder | None = None
-        self._sources: dict[int, Source] = {}  # by process
 
-    def start(self, requests: list[LaunchRequest], boots: list[Boot], on_exit: list[Callable[[Exit], None]]) -> Any:
+    def start(
+        self,
+        requests: list[LaunchRequest],
+        boots: list[Boot],
+        on_exit: list[Callable[[Exit], None]],
+        outputs: list[tuple[int, int] | None],
+    ) -> Any:
         specs = []
-        for at, (request, boot) in enumerate(zip(requests, boots, strict=True)):
-            source = self._source(request)
-            if source is None:
-                boot = evolve(boot, origin=None)
-            else:
-                on_exit[at] = partial(self._ended, request.proc.key, source, on_exit[at])
-            output = None if source is None else source.write_ends
+        for request, boot, output in zip(requests, boots, outputs, strict=True):
             env = {**os.environ, **request.env}
             specs.append(
                 LaunchSpec(request.title, "monarch.mesh.child:main", boot.encode(), env, request.command, output)
@@ -153,37 +153,9 @@ class ProcessStarter:
             return ("torch",) if "torch" in sys.modules and not self.launcher.is_warm else ()
         return () if wanted == "none" else tuple(wanted.split(", "))
 
-    def _source(self, request: LaunchRequest) -> Source | None:
-        """Where its output comes in, if it is forwarded."""
-        if request.origin is None:
-            return None
-        if self._forwarder is None:
-            self._forwarder = make_forwarder()
-        try:
-            source = self._sources[request.proc.key] = self._forwarder.open(request.origin)
-        except OSError as error:
-            log.warning("output.not_forwarded", proc=request.title, reason=explain(error, "cannot make pipes"))
-            return None
-        return source
-
-    def _ended(self, key: int, source: Source, report: Callable[[Exit], None], exit: Exit) -> None:
-        """What a process has printed comes before the news of its end."""
-        assert self._forwarder is not None
-        self._sources.pop(key, None)
-        tail = source.tail
-        self._forwarder.finish(source, lambda: report(evolve(exit, stderr_tail=tail.text() or exit.stderr_tail)))
-
-    def show(self, keys: list[int], show: bool, window_s: float | None) -> bool:
-        sources = [self._sources[key] for key in keys if key in self._sources]
-        if self._forwarder is not None:
-            self._forwarder.configure(sources, show=show, window_s=window_s)
-        return len(sources) == len(keys)
-
     def close(self, timeout_s: float) -> None:
         self._loop.remove_pollable(self.launcher.fileno())
         self.launcher.close(timeout_s)
-        if self._forwarder is not None:
-            self._forwarder.close(_LAST_LINES_S)
 
 
 # What children import anyway is imported once, by the template: 18 ms less for each child. Loading pynng does not yet
@@ -235,11 +207,12 @@ class HostAgent:
         path: what the `sys.path` of the client has, likewise.
     """
 
-    def __init__(self, runtime: MeshProc, starter: Starter, listen: str) -> None:
+    def __init__(self, runtime: MeshProc, starter: Starter, listen: str, outputs: Outputs) -> None:
         self.config: dict[str, Any] | None = None
         self.path: tuple[str, ...] = ()
         self._runtime = runtime
         self._starter = starter
+        self._outputs = outputs
         self._listen = listen
         self._lock = threading.Lock()
         self._procs: dict[int, _Launched] = {}
@@ -247,8 +220,11 @@ class HostAgent:
         runtime.handlers["launch"] = self._on_launch
         runtime.handlers["await_up"] = self._on_await_up
         runtime.handlers["stop_procs"] = self._on_stop_procs
+        runtime.handlers["forwards"] = self._on_forwards
         runtime.handlers["show_output"] = self._on_show_output
+        runtime.handlers["output"] = self._on_output
         runtime.on_proc_gone.append(self._on_owner_gone)
+        runtime.on_proc_gone.append(lambda key, _: outputs.forget(key))
         runtime.gateway.on_lost_child = self._on_lost
 
     def _on_launch(self, envelope: Envelope, owner: ActorId, requests: list[LaunchRequest]) -> None:
@@ -261,6 +237,7 @@ class HostAgent:
         ways = dict(runtime.gateway.ways.secrets)
         boots: list[Boot] = []
         on_exit: list[Callable[[Exit], None]] = []
+        outputs: list[tuple[int, int] | None] = []
         launched = []
         for request in requests:
             proc = evolve(request.proc, keeper=runtime.proc_id)
@@ -272,10 +249,12 @@ class HostAgent:
             scheme = runtime.gateway.transport.scheme
             gate = runtime.gateway.ways.gate
             where = (runtime.root, scheme, self._listen, runtime.secret, ways, gate, self.path)
-            facts = (*where, config, request.gated, request.origin)
+            output = None if request.origin is None else self._outputs.open(proc.key, request.origin)
+            facts = (*where, config, request.gated, None if output is None else request.origin)
             boots.append(Boot(proc, *facts, actor_config.prefix_python_logs_with_actor))
-            on_exit.append(partial(self._on_exit, proc, each))
-        children = self._starter.start(requests, boots, on_exit)
+            on_exit.append(partial(self._outputs.ended, proc.key, partial(self._on_exit, proc, each)))
+            outputs.append(output)
+        children = self._starter.start(requests, boots, on_exit, outputs)
         limit_s = settings.get("mesh_proc_spawn_max_idle")
         for each, child in zip(launched, children, strict=True):
             each.running = child
@@ -372,9 +351,6 @@ class HostAgent:
             answered[0] = True
             runtime.answer(envelope, "up")
 
-    def _on_show_output(self, envelope: Envelope, keys: list[int], show: bool, window_s: float | None) -> None:
-        self._runtime.answer(envelope, self._starter.show(keys, show, window_s))
-
     def _on_stop_procs(self, envelope: Envelope, keys: list[int], reason: str, grace_s: float | None = None) -> None:
         limit_s = settings.get("process_exit_timeout") if grace_s is None else grace_s
         self.stop(keys, reason, limit_s, lambda: self._runtime.answer(envelope, "stopped"))
@@ -452,3 +428,21 @@ class HostAgent:
             if launched.stopping is None:
                 launched.stopping = "the client has ended"
         self._starter.close(timeout_s)
+        self._outputs.close()
+
+    # ---- output
+
+    def _on_forwards(self, envelope: Envelope, keys: list[int]) -> None:
+        """Answer with those of these processes of this host whose output is forwarded."""
+        self._outputs.forwarded(keys, lambda found: self._runtime.answer(envelope, found))
+
+    def _on_show_output(
+        self, envelope: Envelope, origins: dict[int, Origin], show: bool, window_s: float | None
+    ) -> None:
+        """Asked of the client: how to show the lines of processes of any host."""
+        self._outputs.configure(origins, show, window_s)
+        self._runtime.answer(envelope)
+
+    def _on_output(self, envelope: Envelope, parcels: list[Parcel]) -> None:
+        """Asked of the client by the agent of another host; answered when it has been shown."""
+        self._outputs.receive(parcels, lambda: self._runtime.answer(envelope))

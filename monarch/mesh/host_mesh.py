@@ -130,7 +130,6 @@ class HostMesh(MeshView):
         command = bootstrap_command if bootstrap_command is not None else self._command
 
         forwarded = self.stream_logs
-        here: Any = context().actor_instance.proc_runtime
         requests: dict[ProcId, list[LaunchRequest]] = {}
         procs: list[ProcId] = []
         for rank in range(extent.nelements):
@@ -146,7 +145,7 @@ class HostMesh(MeshView):
             if start is not None and start.is_default:
                 start = None
             title = f"monarch: {name}{point if labels else ''}"
-            origin = Origin(name, rank) if forwarded and host.key == here.key else None
+            origin = Origin(name, rank) if forwarded else None
             request = LaunchRequest(proc, title, env, start, bootstrap is not None, origin)
             requests.setdefault(host, []).append(request)
             procs.append(proc)

@@ -62,6 +62,20 @@ class Line(NamedTuple):
     text: bytes
 
 
+class Parcel(NamedTuple):
+    """A line of a process of another host, on its way to the driver.
+
+    Attributes:
+        key: of the process.
+        origin: the process, whoever of its actors printed the line.
+        line: None behind the last one.
+    """
+
+    key: int
+    origin: Origin
+    line: Line | None
+
+
 @define(eq=False)
 class LineReader:
     """Cuts one stream of one process into lines."""

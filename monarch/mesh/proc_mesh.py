@@ -18,6 +18,7 @@ from monarch.mesh.actor_mesh import RESERVED, ActorMesh, describe_member
 from monarch.mesh.agent import SpawnInfo
 from monarch.mesh.casting import send_to_all
 from monarch.mesh.context import context
+from monarch.mesh.lines import Origin
 from monarch.mesh.ownership import OwnedActors, OwnedProcs, joined
 from monarch.mesh.shape import Region
 from monarch.mesh.view import MeshView, overridable
@@ -272,18 +273,21 @@ class ProcMesh(MeshView):
         runtime = context().actor_instance.proc_runtime
         for proc in self._procs:
             runtime.tell(proc, "log_level", level)
-        asked = [
-            runtime.request(host, "show_output", keys, bool(stream_to_client), window_s)
-            for host, keys in self._by_host().items()
-        ]
+        asked = [runtime.request(host, "forwards", keys) for host, keys in self._by_host().items()]
+        forwarded: set[int] = set()
         for answer in asked:
-            (forwarded,) = await answer
-            if not forwarded:
-                warnings.warn(
-                    f"log forwarding was not enabled when {self._name!r} was spawned: its processes write to the "
-                    "client's output themselves. Call monarch.config.configure(enable_log_forwarding=True) before.",
-                    stacklevel=2,
-                )
+            (keys,) = await answer
+            forwarded.update(keys)
+        ranked = zip(self._procs, self._region._slice, strict=True)
+        origins = {proc.key: Origin(self._name, rank) for proc, rank in ranked if proc.key in forwarded}
+        if origins:
+            await runtime.request(runtime.root, "show_output", origins, bool(stream_to_client), window_s)
+        if len(origins) < len(self._procs):
+            warnings.warn(
+                f"log forwarding was not enabled when {self._name!r} was spawned: its processes write to the "
+                "output of their host themselves. Call monarch.config.configure(enable_log_forwarding=True) before.",
+                stacklevel=2,
+            )
 
     async def sync_workspace(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError("sync_workspace is a method of HostMesh")

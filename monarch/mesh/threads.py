@@ -62,8 +62,13 @@ class ThreadStarter:
         self._groups: list[ThreadGroup] = []
 
     def start(
-        self, requests: list[LaunchRequest], boots: list[Boot], on_exit: list[Callable[[Exit], None]]
+        self,
+        requests: list[LaunchRequest],
+        boots: list[Boot],
+        on_exit: list[Callable[[Exit], None]],
+        outputs: list[tuple[int, int] | None],
     ) -> list[ThreadGroup]:
+        """What threads of this process print is printed by this process."""
         groups = [self._start(*each) for each in zip(requests, boots, on_exit, strict=True)]
         self._groups = [g for g in self._groups if not g._over] + groups
         return groups
@@ -84,9 +89,6 @@ class ThreadStarter:
         assert boot.proc.keeper is not None
         runtime.gateway.connect(boot.proc.keeper)
         return group
-
-    def show(self, keys: list[int], show: bool, window_s: float | None) -> bool:
-        return False  # what threads of this process print is printed by this process
 
     def close(self, timeout_s: float) -> None:
         for group in self._groups:

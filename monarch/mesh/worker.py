@@ -17,6 +17,7 @@ from typing import Any, Final, NoReturn
 
 from attrs import define, evolve, field
 
+from monarch.core import settings
 from monarch.core.address import EVERYWHERE, Place, domain_of
 from monarch.core.envelope import Envelope
 from monarch.core.gateway import refuse
@@ -27,10 +28,13 @@ from monarch.core.protocol import Hello
 from monarch.errors import ProtocolError, TransportError
 from monarch.launch.launcher import Exit
 from monarch.log import get_logger, show_what_was_asked_for
+from monarch.mesh.forwarding import Forwarder
 from monarch.mesh.host import Boot, HostAgent, LaunchRequest, ProcessStarter
 from monarch.mesh.inspector import Collector
+from monarch.mesh.lines import Parcel
 from monarch.mesh.mesh_proc import MeshProc
 from monarch.mesh.network import advertised, beside
+from monarch.mesh.outputs import Outputs
 from monarch.mesh.trust import good, shared_secret, show_certificates
 from monarch.transports import registry
 from monarch.transports.base import Frame, Link
@@ -59,11 +63,14 @@ class _Shared:
     def __init__(self, starter: ProcessStarter) -> None:
         self._starter = starter
 
-    def start(self, requests: list[LaunchRequest], boots: list[Boot], on_exit: list[Callable[[Exit], None]]) -> Any:
-        return self._starter.start(requests, boots, on_exit)
-
-    def show(self, keys: list[int], show: bool, window_s: float | None) -> bool:
-        return self._starter.show(keys, show, window_s)
+    def start(
+        self,
+        requests: list[LaunchRequest],
+        boots: list[Boot],
+        on_exit: list[Callable[[Exit], None]],
+        outputs: list[tuple[int, int] | None],
+    ) -> Any:
+        return self._starter.start(requests, boots, on_exit, outputs)
 
     def close(self, timeout_s: float) -> None:
         """It is the worker's."""
@@ -75,6 +82,7 @@ class _Tenant:
 
     runtime: MeshProc
     agent: HostAgent
+    outputs: Outputs
     client: ProcId
     leaving: bool = False
     closing: threading.Thread | None = None
@@ -207,9 +215,21 @@ class Worker:
         gateway.listen(registry.any_address(scheme))
         gateway.ways.secrets[self._place.domain] = self._secret
         gateway.answer_at(self._place)
-        agent = HostAgent(runtime, _Shared(self._starter), registry.any_address(scheme))
+
+        def make_forwarder() -> Forwarder:
+            """The rest of what the client wants to see, or to keep, is done there."""
+            tail_lines = (agent.config or {}).get("tail_log_lines", settings.get("tail_log_lines"))
+            return Forwarder(tail_lines=tail_lines, send=send)
+
+        def send(parcels: list[Parcel]) -> threading.Event:
+            shown = threading.Event()
+            runtime.request(client, "output", parcels)._on_done(shown.set)
+            return shown
+
+        outputs = Outputs(make_forwarder)
+        agent = HostAgent(runtime, _Shared(self._starter), registry.any_address(scheme), outputs)
         Collector(runtime, agent, "worker")
-        tenant = self._tenants[str(uid)] = _Tenant(runtime, agent, client)
+        tenant = self._tenants[str(uid)] = _Tenant(runtime, agent, outputs, client)
 
         def on_gone(key: int, down: Down) -> None:
             if key == client.key:
@@ -241,16 +261,18 @@ class Worker:
         tenant.leaving = True
 
         def gone() -> None:
-            for each in tenant.when_gone:
-                each()
             self._close(tenant)
 
         tenant.agent.end(reason, _ORPHAN_GRACE_S, gone)
 
     def _close(self, tenant: _Tenant) -> threading.Thread:
-        """Take leave of a client, once; on a thread, because its driving thread cannot wait for its own end."""
+        """Take leave of a client, behind its last lines, once; on a thread, because its driving thread cannot wait for
+        its own end."""
 
         def close() -> None:
+            tenant.outputs.close()
+            for each in tenant.when_gone:
+                each()
             tenant.runtime.close(_GOODBYE_S)
             self._tenants.pop(str(tenant.runtime.proc_id.uid), None)
             log.info("client.left", client=str(tenant.client.uid))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import pickle
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -15,11 +17,12 @@ from typing import Any
 
 import pytest
 
-from monarch.actor import Actor, SupervisionError, endpoint, this_host
+from monarch.actor import Actor, SupervisionError, attach_to_workers, endpoint, this_host
 from monarch.mesh import forwarding
 from monarch.mesh.forwarding import Forwarder, Source
-from monarch.mesh.lines import Origin
+from monarch.mesh.lines import Line, Origin, Parcel
 from monarch.testing import TestClient, fresh_client
+from tests.mesh.workers import worker
 
 LIMIT_S = 20.0
 
@@ -227,6 +230,143 @@ def test_a_program_does_not_wait_for_stuck_output_at_its_end_and_says_how_much_i
     assert said == ["monarch: about 1000 lines of output were not shown: the driver's output is stuck\n"]
 
 
+def test_a_stream_that_was_closed_early_is_not_taken_for_another_that_got_its_descriptor(output, forwarder):
+    source, fd = opened(forwarder)  # its standard error is closed
+    settled = threading.Event()
+    forwarder.settle(settled.set)
+    assert settled.wait(LIMIT_S)
+    others = [opened(forwarder, rank) for rank in (1, 2)]
+    finish(forwarder, source)
+    for _, other in others:
+        os.write(other, b"line\n")
+    assert forwarder.flush(LIMIT_S)
+    for each in fd, *(other for _, other in others):
+        os.close(each)
+
+    assert sorted(output.text.splitlines()) == ["anon[1] line", "anon[2] line"]
+
+
+class Elsewhere:
+    """What another host has: a forwarder that sends to the driver's. May be cut off."""
+
+    def __init__(self, driver: Forwarder, **options: Any) -> None:
+        self.driver = driver
+        self.batches: list[list[Parcel]] = []
+        self.answers: list[threading.Event] = []
+        self.silent = False
+        self.forwarder = Forwarder(send=self.send, **options)
+
+    def send(self, parcels: list[Parcel]) -> threading.Event:
+        shown = threading.Event()
+        self.batches.append(parcels)
+        self.answers.append(shown)
+        if not self.silent:
+            self.driver.receive(pickle.loads(pickle.dumps(parcels)), shown.set)
+        return shown
+
+    def open(self, rank: int, key: int) -> tuple[Source, int]:
+        source = self.forwarder.open(Origin("anon", rank), key)
+        os.close(source.write_ends[1])
+        return source, source.write_ends[0]
+
+
+def test_last_lines_of_another_host_are_shown_before_the_end_is_told_there(output, tmp_path):
+    driver = Forwarder(directory=str(tmp_path))
+    host = Elsewhere(driver, tail_lines=1)
+    source, fd = host.open(rank=3, key=1)
+    os.write(fd, b"one\n" + Origin("trainer", 0).mark().encode() + b"two\nthree, without an end")
+    told = []
+    over = threading.Event()
+    host.forwarder.finish(source, lambda: (told.append(output.text), over.set()))
+    assert over.wait(LIMIT_S)
+    os.close(fd)
+    host.forwarder.close(LIMIT_S)
+    driver.close(LIMIT_S)
+
+    assert told == ["anon[3] one\ntrainer[0] two\nanon[3] three, without an end\n"]
+    assert source.tail.text() == "three, without an end"
+    assert (tmp_path / "anon[3].log").read_bytes() == b"one\ntwo\nthree, without an end\n"
+    assert driver._guests == {}  # nothing is kept of a process that has ended
+
+
+def test_the_end_of_the_driver_waits_for_lines_that_another_host_still_has(output):
+    driver = Forwarder()
+    host = Elsewhere(driver)
+    host.silent = True
+    source, fd = host.open(rank=0, key=1)
+    os.write(fd, b"first\n")
+    settled = threading.Event()
+    host.forwarder.settle(settled.set)
+    assert settled.wait(LIMIT_S)  # for a second
+    os.write(fd, b"last\n")
+    finish(host.forwarder, source)
+    os.close(fd)
+    driver.guest(1, Origin("anon", 0))
+    closing = threading.Thread(target=driver.close, args=(LIMIT_S,))
+    closing.start()
+    host.silent = False
+    driver.receive(host.batches[0], host.answers[0].set)
+    closing.join(LIMIT_S)
+    host.forwarder.close(LIMIT_S)
+
+    assert output.text == "anon[0] first\nanon[0] last\n"
+
+
+def test_equal_lines_of_several_hosts_are_merged_and_unwanted_ones_not_shown(output, forwarder):
+    hosts = [Elsewhere(forwarder) for _ in range(2)]
+    fds = [host.open(rank, key=rank)[1] for rank, host in enumerate(hosts)]
+    sources = [forwarder.guest(rank, Origin("anon", rank)) for rank in range(2)]
+    forwarder.configure(sources, show=True, window_s=3600)
+    for fd in fds:
+        os.write(fd, b"same\n")
+    for host in hosts:
+        settled = threading.Event()
+        host.forwarder.settle(settled.set)
+        assert settled.wait(LIMIT_S)
+    forwarder.configure(sources, show=False, window_s=None)
+    os.write(fds[0], b"unwanted\n")
+    for host in hosts:
+        host.forwarder.close(LIMIT_S)
+    assert forwarder.flush(LIMIT_S)
+    for fd in fds:
+        os.close(fd)
+
+    assert output.text == "anon[0-1] [2 similar log lines] same\n"
+
+
+def test_one_batch_is_on_the_way_and_processes_go_on_when_the_driver_is_stuck(output, forwarder):
+    host = Elsewhere(forwarder)
+    host.silent = True
+    host.forwarder._admission = type(host.forwarder._admission)(limit_bytes=1 << 16, patience_s=0.0)
+    source, fd = host.open(rank=0, key=1)
+    lines = 100_000
+    view = memoryview(b"".join(b"line %d\n" % number for number in range(lines)))
+    while view:  # would block for ever if nobody read
+        view = view[os.write(fd, view[:50_001]) :]
+    finish(host.forwarder, source)  # told, though nothing could be shown
+    assert len(host.batches) == 1
+    host.silent = False
+    forwarder.receive(host.batches[0], host.answers[0].set)
+    text = output.wait_for(lambda text: "withheld" in text)
+    os.close(fd)
+    host.forwarder.close(LIMIT_S)
+
+    assert text.startswith("anon[0] line 0\nanon[0] line 1\n")
+
+
+def test_a_process_whose_host_is_lost_is_forgotten_with_what_waits_for_its_window(output, forwarder):
+    guest = forwarder.guest(1, Origin("anon", 0))
+    forwarder.configure([guest], show=True, window_s=3600)
+    received = threading.Event()
+    line = Line(1, Origin("anon", 0), b"last")
+    forwarder.receive([Parcel(1, Origin("anon", 0), line)], received.set)
+    assert received.wait(LIMIT_S)
+    forwarder.forget(1)
+
+    assert output.wait_for(lambda text: text) == "anon[0] last\n"
+    assert forwarder.flush(LIMIT_S) and forwarder._guests == {}
+
+
 class Talker(Actor):
     @endpoint
     def talk(self) -> None:
@@ -278,6 +418,55 @@ def test_the_report_of_a_death_comes_after_the_last_words_and_has_them(output, c
 
     assert "talker[1] last words\n" in output.text
     client.expect_fault("talker")
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Of a worker."""
+    folder = tmp_path_factory.mktemp("worker")
+    with worker(f"ipc://{folder}/socket") as made:
+        yield made.url
+
+
+def test_what_processes_of_other_hosts_print_is_shown_too(output, client, address):
+    procs = attach_to_workers(workers=[address]).spawn_procs({"gpus": 2})
+    talker = procs.spawn("talker", Talker)
+    asyncio.run(procs.logging_option(stream_to_client=True, aggregate_window_sec=3600))
+    talker.talk.call().get(LIMIT_S)
+    asyncio.run(procs.logging_option(stream_to_client=True))
+    with pytest.raises(SupervisionError, match="last words"):
+        talker.slice(gpus=1).die.call_one().get(LIMIT_S)
+    assert "talker[1] last words\n" in output.text
+    client.expect_fault("talker")
+    procs.stop().get(LIMIT_S)
+
+    said = ("said", "by a subprocess", "natively", "in a thread")
+    merged = [f"talker[0-1] [2 similar log lines] {text}" for text in said]
+    assert sorted(output.text.splitlines()) == sorted([*merged, "talker[1] last words"])
+
+
+def test_two_clients_of_one_worker_see_their_own_lines_only(output, client, address):
+    procs = attach_to_workers(workers=[address]).spawn_procs({"gpus": 1})
+    talker = procs.spawn("ours", Talker)
+    talker.talk.call().get(LIMIT_S)
+    script = f"""
+        from monarch.actor import attach_to_workers
+        from tests.mesh.test_forwarding import Talker
+        from monarch.config import configure
+        if __name__ == "__main__":
+            configure(enable_log_forwarding=True)
+            procs = attach_to_workers(workers=[{address!r}]).spawn_procs({{"gpus": 1}})
+            procs.spawn("theirs", Talker).talk.call().get({LIMIT_S})
+    """
+    theirs = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], timeout=LIMIT_S, capture_output=True, text=True
+    ).stdout
+    talker.talk.call().get(LIMIT_S)
+    procs.stop().get(LIMIT_S)
+
+    assert {line.split()[0] for line in theirs.splitlines()} == {"theirs[0]"}  # though it never stopped them
+    assert {line.split()[0] for line in output.text.splitlines()} == {"ours[0]"}
+    assert len(output.text.splitlines()) == 2 * 4
 
 
 def test_a_process_that_execs_is_forwarded_too(output, client):

@@ -507,6 +507,7 @@ class Proc:
         for key in list(self._unlaunched):
             self._launched(key)
         self.room.close()
+        self.relay.close()
         down = Down("stopped", f"process {self.proc_id.uid}, which waits for it, has closed its links")
         for peer in list(self.gateway.peers.values()):
             if peer.down is None:

@@ -11,14 +11,19 @@ CALL, SPAWN or SYSTEM message that it is. Nobody unpickles anything that is the 
   Large ones, and those of a process that has sent values to ports there, go directly.
 - *TAKEN.* An agent tells who passed a cast on to it once all below have it: the agents below have said so, and no
   process of its own has more waiting than its buffer should hold. Who cast keeps the message until then, and so knows
-  how much is under way (`wait_for_room`).
+  how much is under way (`wait_for_taken`).
 - *Launches.* Who casts may be ahead of who has the processes launched: an agent keeps what is for one that it has not
   heard of, for a while, and all that comes behind it.
 - *Death.* An agent that cannot pass a cast on says so with TAKEN, and who cast sends it to all hosts of that branch
   itself, as it does with what was below an agent that is gone before it said TAKEN. With an agent the processes of its
   host are gone, and no others. An agent tells of the end of a process whoever has cast to it.
 
-All but `cast` and `wait_for_room` run on the driving thread.
+Threads. `cast`, `wait_for_taken`, `when_taken`, `speaks_to` and `choose_way` run on any; all else runs on the driving
+thread, with two exceptions. Who casts may find an agent gone while it sends: then `_lost`, and what that calls, runs
+there. `close` runs on the thread that closes, when nobody drives any more. What `when_taken` is given runs on any of
+these. `_lock` guards what they share: `_sent`, the `branches` and flags of each, `_load`, `_waiting` and `_when_taken`.
+A single key is looked up without it, and what is found may be over a moment later. `_spoken_to` needs no lock: a thread
+that answers has itself told before of what it sent to ports.
 """
 
 from __future__ import annotations
@@ -134,16 +139,16 @@ class Relay:
         )
         with self._lock:
             self._sent[sent.number] = sent
-        self._send_to(sent, branches)
-
-    def _send_to(self, sent: _Sent, branches: Sequence[Branch]) -> None:
-        with self._lock:
-            for branch in branches:
-                key = branch.host.key
-                sent.branches[key] = branch
-                self._load[key] = self._load.get(key, 0) + sent.size_bytes
+            self._expect(sent, branches)
         for branch in branches:
             self._send(sent, branch)
+
+    def _expect(self, sent: _Sent, branches: Iterable[Branch]) -> None:
+        """TAKEN is to come from these. The lock is held."""
+        for branch in branches:
+            key = branch.host.key
+            sent.branches[key] = branch
+            self._load[key] = self._load.get(key, 0) + sent.size_bytes
 
     def _send(self, sent: _Sent, branch: Branch) -> None:
         message, key = sent.message, branch.host.key
@@ -159,24 +164,31 @@ class Relay:
             self._title = proc, str(proc).encode()
         return bytes((kind,)) + self._title[1]
 
-    def _over(self, sent: _Sent, key: int) -> Branch | None:
-        """A branch of a cast that nothing more is to be heard of; None when that was known."""
+    def _over(
+        self, sent: _Sent, key: int, lost: Callable[[Branch], Iterable[Branch]], *, unsure: bool
+    ) -> tuple[Branch, list[Branch]] | None:
+        """Nothing more is to be heard of a branch; None when that was known. In its place come the hosts of what was
+        `lost` of it, which are to be sent the message: at the same moment, or else the cast could seem to be over."""
         with self._lock:
             branch = sent.branches.pop(key, None)
             if branch is None:
                 return None
+            if unsure:
+                sent.message.flags |= Flag.UNSURE  # also of the copies that follow, whatever becomes of them
             self._load[key] -= sent.size_bytes
             if not self._load[key]:
                 del self._load[key]
+            again = [host for each in lost(branch) for host in each.hosts()]
+            self._expect(sent, again)
             waiting, self._waiting = self._waiting, []
         for signal in waiting:
             signal.notify()
-        return branch
+        return branch, again
 
     def _settle(self, sent: _Sent) -> None:
-        if sent.branches:
-            return
         with self._lock:
+            if sent.branches:
+                return
             self._sent.pop(sent.number, None)
             for numbers, _ in self._when_taken:
                 numbers.discard(sent.number)
@@ -188,43 +200,55 @@ class Relay:
     def _lost(self, sent: _Sent, key: int, down: Down, *, unsure: bool) -> None:
         """An agent is gone, and its processes with it; those below are reached without it. `unsure`: it may have passed
         the message on before."""
-        branch = self._over(sent, key)
-        if branch is None:
+        found = self._over(sent, key, lambda branch: branch.below, unsure=unsure)
+        if found is None:
             return
-        message = sent.message
-        if unsure:
-            message.flags |= Flag.UNSURE  # also of the copies that follow, whatever becomes of them
+        branch, again = found
         for member, rank in zip(branch.keys, branch.ranks, strict=True):
-            self._proc.bounce(message.for_member(member, rank, 0, []), down)
-        self._send_again(sent, branch.below)
+            self._proc.bounce(sent.message.for_member(member, rank, 0, []), down)
+        for each in again:
+            self._send(sent, each)
         self._settle(sent)
 
-    def _send_again(self, sent: _Sent, branches: Iterable[Branch]) -> None:
-        self._send_to(sent, [host for branch in branches for host in branch.hosts()])
-
-    def wait_for_room(self, branches: Sequence[Branch]) -> None:
-        """Block while more is on its way by one of these agents than the buffer of a peer should hold."""
-        proc = self._proc
-        limit_bytes = proc.gateway.limits.send_buffer_bytes
+    def wait_for_taken(self, branches: Sequence[Branch]) -> None:
+        """Block while the link to one of these agents is full, or more is on its way by it, and not TAKEN yet, than the
+        buffer of a link should hold."""
+        gateway = self._proc.gateway
+        limit_bytes = gateway.limits.send_buffer_bytes
+        signal = Signal()
         for branch in branches:
             key = branch.host.key
-            proc.wait_for_room((key,))
+            gateway.wait_for_room((key,))
             while self._load.get(key, 0) > limit_bytes:
-                signal = Signal()
+                signal.clear()
                 with self._lock:
-                    self._waiting.append(signal)
-                if self._load.get(key, 0) > limit_bytes and not proc.gateway.is_closed:
-                    proc.driver.wait(signal, 1.0)
+                    if gateway.is_closed:
+                        return
+                    if self._load.get(key, 0) <= limit_bytes:
+                        break
+                    if signal not in self._waiting:
+                        self._waiting.append(signal)
+                self._proc.driver.wait(signal, 1.0)
 
     def when_taken(self, then: Callable[[], None]) -> None:
-        """Call `then` once the hosts of all casts so far have them, where several lie between; at once if they do. What
-        is sent to an agent then is behind them."""
+        """Call `then` once the hosts of all casts so far have them, where several lie between; at once if they do, or
+        nobody will hear of it, because this process has closed. What is sent to an agent then is behind them."""
         with self._lock:
             numbers = {sent.number for sent in self._sent.values() if sent.is_deep}
-            if numbers:
+            if numbers and not self._proc.gateway.is_closed:
                 self._when_taken.append((numbers, then))
                 return
         then()
+
+    def close(self) -> None:
+        """This process has closed its links: nobody will hear of TAKEN."""
+        with self._lock:
+            waiting, self._waiting = self._waiting, []
+            due, self._when_taken = self._when_taken, []
+        for signal in waiting:
+            signal.notify()
+        for _, then in due:
+            then()
 
     def _on_taken(self, envelope: Envelope) -> None:
         said = bytes(envelope.parts[0])
@@ -241,12 +265,14 @@ class Relay:
 
     def _taken(self, number: int, agent: int, lost: list[int]) -> None:
         sent = self._sent.get(number)
-        branch = self._over(sent, agent) if sent is not None else None
-        if sent is None or branch is None:
+        if sent is None:
             return
-        if lost:
-            sent.message.flags |= Flag.UNSURE  # some may have reached their hosts all the same
-            self._send_again(sent, _found(branch, lost))
+        # Some of the lost may have reached their hosts all the same.
+        found = self._over(sent, agent, lambda branch: _found(branch, lost), unsure=bool(lost))
+        if found is None:
+            return
+        for each in found[1]:
+            self._send(sent, each)
         self._settle(sent)
 
     # ---- who passes it on
@@ -443,7 +469,9 @@ class Relay:
     def proc_gone(self, gone: Peer, down: Down) -> None:
         """A process has ended, and all that it sent was delivered."""
         key = gone.key
-        for sent in list(self._sent.values()):
+        with self._lock:
+            under_way = list(self._sent.values())
+        for sent in under_way:
             self._lost(sent, key, down, unsure=bool(gone.pid))
         for passed in list(self._passed.values()):
             self._reached(passed, key, [key])
@@ -465,6 +493,7 @@ def _cast_of(message: Envelope, agent: int, parts: list[Buffer], number: int) ->
 
 
 def _found(branch: Branch, keys: list[int]) -> list[Branch]:
-    """The branches of those agents, of a branch that was sent to the first."""
-    found = [branch] if branch.host.key in keys else []
-    return found + [each for below in branch.below for each in _found(below, keys)]
+    """The branches of those agents, of a branch that was sent to the first; none that is below another."""
+    if branch.host.key in keys:
+        return [branch]
+    return [each for below in branch.below for each in _found(below, keys)]

@@ -21,7 +21,7 @@ from monarch.core.held import Held, on_main_thread
 from monarch.core.ids import ProcId
 from monarch.errors import MonarchError, SupervisionError
 from monarch.mesh.actor import ActorClass, MeshMethod, class_of
-from monarch.mesh.casting import LARGE_BYTES, Ways, ways
+from monarch.mesh.casting import LARGE_BYTES, Routes, routes
 from monarch.mesh.context import context
 from monarch.mesh.dispatch import READY
 from monarch.mesh.endpoint import Endpoint, PlainMethod, describe_call
@@ -49,8 +49,8 @@ _FIELDS = (
     "_owned",
     "_procs",
     "_region",
+    "_routes",
     "_targets",
-    "_ways",
     "_whole",
 )
 _FIELDS_OF_SUPERVISED = ("_path", "_seen_in", "_wait_s")
@@ -80,7 +80,7 @@ class ActorMesh(MeshView, Generic[A]):
         self._cls = cls  # the class, or what it is pickled as
         self._known: ActorClass | None = None
         self._targets: list[tuple[int, ProcId]] = [(proc.key, proc) for proc in procs]
-        self._ways: tuple[int, Ways, Ways] | None = None  # from which process, for small messages, for large ones
+        self._routes: tuple[int, Routes, Routes] | None = None  # from which process, for small messages, for large ones
         if not isinstance(cls, bytes):
             self._install(class_of(cls))
 
@@ -192,7 +192,7 @@ class ActorMesh(MeshView, Generic[A]):
         here, before anything is sent. `chain`: the calls that it comes from (`core.chain`)."""
         runtime = sender.proc_runtime
         if only is None:
-            found = self._found_ways(runtime, parts)
+            found = self._found_routes(runtime, parts)
             ranks: Sequence[int] = found.direct
             branches: Sequence[Branch] = found.branches
         else:
@@ -204,21 +204,22 @@ class ActorMesh(MeshView, Generic[A]):
         else:
             self._send_all(sender, parts, reply_port, ranks, branches, chain)
         if may_wait:
+            # Room is wanted on the links, then on the way by the agents (which say TAKEN), then in the mailboxes.
             runtime.wait_for_room([self._targets[rank][0] for rank in ranks])
             if branches:
-                runtime.relay.wait_for_room(branches)
+                runtime.relay.wait_for_taken(branches)
             if runtime.room.full:
                 for key, _ in self._targets if only is None else (self._targets[only],):
                     runtime.room.wait(key, self._number, sender, self._name)
 
-    def _found_ways(self, runtime: MeshProc, parts: list[Any]) -> Ways:
+    def _found_routes(self, runtime: MeshProc, parts: list[Any]) -> Routes:
         """How such a cast from that process reaches the members."""
-        known = self._ways
+        known = self._routes
         if known is None or known[0] != runtime.key:
-            small, large = ways(runtime, self._targets), ways(runtime, self._targets, few=1)
+            small, large = routes(runtime, self._targets), routes(runtime, self._targets, few=1)
             known = runtime.key, small, small if small == large else large
             if small.lasting and large.lasting:
-                self._ways = known
+                self._routes = known
         _, small, large = known
         return small if small is large or sum(map(len, parts)) < LARGE_BYTES else large
 

@@ -38,7 +38,7 @@ Targets = Sequence[tuple[int, ProcId]]
 
 
 @define(frozen=True)
-class Ways:
+class Routes:
     """How a cast reaches the members of a view.
 
     Attributes:
@@ -70,7 +70,7 @@ def send_to_all(runtime: Proc, message: Envelope, targets: Targets, seqs: Mappin
         if at not in passed_on:
             runtime.send(message.for_member(key, at, seqs.get(at, 0), list(message.parts)), proc)
     if branches:
-        runtime.relay.wait_for_room(branches)
+        runtime.relay.wait_for_taken(branches)
 
 
 def tell_all(runtime: Proc, procs: Sequence[ProcId], *message: Any) -> None:
@@ -87,7 +87,7 @@ def tell_all(runtime: Proc, procs: Sequence[ProcId], *message: Any) -> None:
             runtime.send(news.for_member(proc.key, 0, 0, list(news.parts)), proc, may_wait=False)
 
 
-def ways(runtime: Proc, targets: Targets, few: int | None = None) -> Ways:
+def routes(runtime: Proc, targets: Targets, few: int | None = None) -> Routes:
     """How a cast from this process reaches `targets`.
 
     Args:
@@ -116,7 +116,7 @@ def ways(runtime: Proc, targets: Targets, few: int | None = None) -> Ways:
     for branch in hosts:
         for rank in branch.ranks:
             gateway.peer(targets[rank][1])  # known from now on: it is gone when its host is
-    return Ways(tuple(sorted(direct)), tree(hosts, fan_out), lasting)
+    return Routes(tuple(sorted(direct)), tree(hosts, fan_out), lasting)
 
 
 def _by_host(runtime: Proc, targets: Targets) -> list[tuple[ProcId, list[int]]]:

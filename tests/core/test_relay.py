@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import struct
+import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
+from attrs import evolve
 
 from monarch.core import codec
 from monarch.core.cast import Branch, tree
@@ -18,7 +21,7 @@ from monarch.core.peer import Peer
 from monarch.core.proc import Proc
 from monarch.core.relay import ALONE_BYTES
 from monarch.transports.base import Buffer
-from tests.core.net import SECRET, Net, until
+from tests.core.net import LIMIT_S, SECRET, Net, until
 
 ACTOR = 40
 
@@ -334,7 +337,7 @@ def test_who_casts_waits_while_a_member_takes_nothing(net: Net) -> None:
     until(lambda: all(member.got for member in world.members))
     assert world.root.relay._load[world.agents[0].key] > world.root.gateway.limits.send_buffer_bytes
     agent.gateway.call_later(0.0, lambda: _make_room(full))
-    world.root.relay.wait_for_room(world.branches())
+    world.root.relay.wait_for_taken(world.branches())
     assert not world.root.relay._load
 
 
@@ -352,3 +355,71 @@ def test_what_is_sent_once_all_have_a_cast_comes_behind_it(net: Net) -> None:
     until(lambda: order == ["taken"])
     world.root.relay.when_taken(lambda: order.append("at once"))
     assert order == ["taken", "at once"]
+
+
+def test_whoever_waits_for_taken_goes_on_when_this_process_closes(net: Net) -> None:
+    world = World(net, hosts=1, each=1, fan_out=1)
+    relay = world.root.relay
+    world.agents[0].relay.deliver = lambda envelope: None  # type: ignore[method-assign]
+    world.cast(bytes(2 << 20))
+    thread = threading.Thread(target=relay.wait_for_taken, args=(world.branches(),), daemon=True)
+    thread.start()
+    until(lambda: relay._waiting)
+    world.root.close(0.1)
+    thread.join(LIMIT_S)
+    assert not thread.is_alive()
+    relay.wait_for_taken(world.branches())  # returns
+
+
+def test_what_waits_for_all_to_have_a_cast_is_done_when_this_process_closes(net: Net) -> None:
+    world = World(net, hosts=2, each=1, fan_out=1)
+    order: list[str] = []
+    world.agents[0].relay.deliver = lambda envelope: None  # type: ignore[method-assign]
+    world.cast(b"x")
+    world.root.relay.when_taken(lambda: order.append("before"))
+    assert not order
+    world.root.close(0.1)
+    world.root.relay.when_taken(lambda: order.append("after"))
+    assert order == ["before", "after"]
+
+
+def test_a_cast_is_known_while_what_was_below_a_lost_agent_is_sent_again(net: Net) -> None:
+    """The thread that casts finds one of two agents gone; meanwhile the driving one takes TAKEN of the other."""
+    world = World(net, hosts=3, each=1, fan_out=1)
+    root, relay = world.root, world.root.relay
+    lost, below, other = (
+        Branch(agent.proc_id, (member.key,), (rank,))
+        for rank, (agent, member) in enumerate(zip(world.agents, world.members, strict=True))
+    )
+    root.gateway.declare_gone(lost.host, Down("unreachable", "its host is gone"))
+    order: list[str] = []
+    answers = Answers(root)
+
+    def bounced(envelope: Envelope, down: Down) -> None:
+        until(lambda: other.host.key not in relay._load)
+        relay.when_taken(lambda: order.append("taken"))
+        assert not order
+        world.members[1].replies = lambda data: order.append("called") or data  # type: ignore[func-returns-value]
+        order.append("bounced")
+
+    answers.bounced = bounced  # type: ignore[method-assign]
+    relay.cast(world.call(b"x", answers.number), (other, evolve(lost, below=(below,))), world.numbers(range(3)))
+    until(lambda: len(order) == 3)
+    assert order == ["bounced", "called", "taken"]
+    assert not relay._sent and not relay._load
+
+
+def test_a_host_below_one_that_could_not_be_reached_is_sent_a_cast_once(net: Net) -> None:
+    world = World(net, hosts=3, each=1, fan_out=1)
+    relay = world.root.relay
+    answers = Answers(world.root)
+    told: list[Envelope] = []
+    world.agents[0].relay.deliver = told.append  # type: ignore[method-assign]
+    world.cast(b"x", answers.number)
+    until(lambda: told)
+    lost = [agent.key for agent in world.agents[1:]]
+    said = struct.pack("<QQI2Q", world.root.key, told[0].seq, 2, *lost)
+    taken = Envelope(Kind.TAKEN, world.root.key, 0, 0, world.agents[0].key, 0, [said], Flag.SILENT)
+    world.root.gateway.call_later(0.0, lambda: relay.deliver(taken))
+    until(lambda: answers.got.keys() == {1, 2} and not relay._sent)
+    assert not relay._load

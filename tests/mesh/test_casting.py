@@ -27,7 +27,7 @@ from monarch.core.address import EVERYWHERE
 from monarch.core.ids import ProcId, Uid
 from monarch.core.proc import Proc
 from monarch.mesh import casting
-from monarch.mesh.casting import FAN_OUT, FEW, tell_all, ways
+from monarch.mesh.casting import FAN_OUT, FEW, routes, tell_all
 from monarch.testing import TestClient, fresh_client
 from tests.core.net import SECRET as NET_SECRET
 from tests.core.net import Net, until
@@ -66,15 +66,15 @@ def test_members_of_this_host_and_few_of_another_are_reached_directly(runtime: P
     far, few, near = _host(1), _host(2), _host(3, "other.domain=inproc://x")
     hosts = [runtime.proc_id, few, *[far] * (FEW + 1), runtime.proc_id, few, *[near] * (FEW + 1)]
     many = range(2, FEW + 3)
-    found = ways(runtime, _targets(*hosts))
+    found = routes(runtime, _targets(*hosts))
     assert found.direct == tuple(rank for rank in range(len(hosts)) if rank not in many)
     assert [(branch.host, branch.ranks, branch.below) for branch in found.branches] == [(far, tuple(many), ())]
     assert not found.lasting  # the address of the third is not known
-    assert [branch.host for branch in ways(runtime, _targets(*hosts), few=1).branches] == [few, far]
+    assert [branch.host for branch in routes(runtime, _targets(*hosts), few=1).branches] == [few, far]
 
 
 def test_a_mesh_of_one_host_has_no_branches(runtime: Proc) -> None:
-    found = ways(runtime, _targets(*[runtime.proc_id] * 5))
+    found = routes(runtime, _targets(*[runtime.proc_id] * 5))
     assert (found.direct, found.branches, found.lasting) == ((0, 1, 2, 3, 4), (), True)
 
 
@@ -82,7 +82,7 @@ def test_until_their_agents_are_up_many_hosts_are_reached_side_by_side(runtime: 
     hosts = [_host(number + 1) for number in range(FAN_OUT + 1)]
     for host in hosts:
         runtime.gateway.attach(host, 1.0)
-    found = ways(runtime, _targets(*hosts))
+    found = routes(runtime, _targets(*hosts))
     assert not found.direct and not found.lasting
     assert [branch.host for branch in found.branches] == hosts
 

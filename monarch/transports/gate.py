@@ -11,12 +11,12 @@ LISTEN   in the 16 bytes: the port it had before, or 0           the port (u16) 
 TAKE     those 16 bytes                                          that stream
 ```
 
-A port is open for as long as the connection that asked for it. One thread carries the bytes of all.
+A port is open for as long as the connection that asked for it. One thread carries the bytes of all, so what goes wrong
+with one friend ends what that friend has, and nothing else.
 """
 
 from __future__ import annotations
 
-import os
 import secrets
 import selectors
 import socket
@@ -30,7 +30,8 @@ from typing import Final
 
 from attrs import define, field
 
-from monarch.transports.stream import RECV_BYTES, recv_some, send_all
+from monarch.transports.stream import NO_DESCRIPTOR, RECV_BYTES, Spare, recv_some, send_all
+from monarch.transports.wake import Wake
 
 CONNECT, LISTEN, TAKE = 3, 4, 5
 ID_BYTES: Final = 16
@@ -78,32 +79,55 @@ class _Port:
     server: socket.socket
 
 
+@define(eq=False)
+class _Todo:
+    """What the thread is to do, and the connections that it takes over with that."""
+
+    action: Callable[[], None]
+    socks: tuple[socket.socket, ...]
+
+    def run(self) -> None:
+        try:
+            self.action()
+        except OSError:
+            self.drop()
+
+    def drop(self) -> None:
+        for sock in self.socks:
+            sock.close()
+
+
 class Gate:
     """See the module. `serve` may be called from any thread; the thread starts with the first friend."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
         self._waiting: OrderedDict[bytes, socket.socket] = OrderedDict()
-        self._todo: list[Callable[[], None]] = []
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._carried: set[socket.socket] = set()
+        self._todo: list[_Todo] = []
+        self._lock = threading.Lock()  # of `_todo` and `_is_closed`
+        self._wake = Wake()
+        self._spare = Spare()
         self._is_closed = False
-        self._selector.register(self._wake, selectors.EVENT_READ)
-        threading.Thread(target=self._run, name="monarch-gate", daemon=True).start()
+        self._selector.register(self._wake.fd, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, name="monarch-gate", daemon=True)
+        self._thread.start()
 
     def serve(self, kind: int, key: bytes, sock: socket.socket) -> None:
         """A friend's connection, which is the gate's from now on."""
         if kind == CONNECT:
             threading.Thread(target=self._connect, args=(sock,), name="monarch-gate-connect", daemon=True).start()
         elif kind == LISTEN:
-            self._soon(lambda: self._listen(sock, PORT.unpack_from(key)[0]))
+            self._soon(lambda: self._listen(sock, PORT.unpack_from(key)[0]), sock)
         elif kind == TAKE:
-            self._soon(lambda: self._take(sock, key))
+            self._soon(lambda: self._take(sock, key), sock)
         else:
             sock.close()
 
     def close(self) -> None:
-        self._is_closed = True
-        os.eventfd_write(self._wake, 1)
+        with self._lock:
+            self._is_closed = True
+        self._wake.set()
 
     # ---- what friends ask for
 
@@ -120,11 +144,16 @@ class Gate:
                 send_all(sock, answer + PORT.pack(len(text)) + text, deadline_s)
                 sock.close()
                 return
-            send_all(sock, OK, deadline_s)
         except (OSError, ValueError):
             sock.close()
             return
-        self._soon(lambda: self._join(sock, other))
+        try:
+            send_all(sock, OK, deadline_s)
+        except OSError:
+            sock.close()
+            other.close()
+            return
+        self._soon(lambda: self._join(sock, other), sock, other)
 
     def _listen(self, sock: socket.socket, port: int) -> None:
         host = sock.getsockname()[0]
@@ -136,68 +165,96 @@ class Gate:
         server.setblocking(False)
         entry = _Port(sock, server)
         sock.setblocking(False)
-        sock.send(PORT.pack(server.getsockname()[1]))
+        try:
+            sock.send(PORT.pack(server.getsockname()[1]))
+        except OSError:
+            server.close()
+            raise
         self._selector.register(server, selectors.EVENT_READ, lambda: self._accept(entry))
         self._selector.register(sock, selectors.EVENT_READ, lambda: self._asker_says(entry))
 
     def _asker_says(self, entry: _Port) -> None:
-        with suppress(BlockingIOError):
-            try:
-                if entry.asker.recv(RECV_BYTES):
-                    return
-            except ConnectionError:
-                pass
-            for sock in (entry.asker, entry.server):
-                self._selector.unregister(sock)
-                sock.close()
+        try:
+            if entry.asker.recv(RECV_BYTES):
+                return
+        except BlockingIOError:
+            return
+        except OSError:  # also of a machine that vanished: TimeoutError, "no route to host"
+            pass
+        self._end(entry)
+
+    def _end(self, entry: _Port) -> None:
+        for sock in (entry.asker, entry.server):
+            self._selector.unregister(sock)
+            sock.close()
 
     def _accept(self, entry: _Port) -> None:
-        with suppress(BlockingIOError, ConnectionError):
+        try:
             sock, _ = entry.server.accept()
-            key = secrets.token_bytes(ID_BYTES)
-            if len(self._waiting) >= _MOST_WAITING:
-                self._waiting.popitem(last=False)[1].close()
-            self._waiting[key] = sock
+        except OSError as error:  # nobody is there any more, or
+            if error.errno in NO_DESCRIPTOR:
+                self._spare.turn_away(entry.server)
+            return
+        key = secrets.token_bytes(ID_BYTES)
+        if len(self._waiting) >= _MOST_WAITING:
+            self._waiting.popitem(last=False)[1].close()
+        self._waiting[key] = sock
+        try:
             entry.asker.send(key)
+        except BlockingIOError:  # the asker has not heard of so many others yet
+            self._waiting.pop(key).close()
+        except OSError:
+            self._waiting.pop(key).close()
+            self._end(entry)
 
     def _take(self, sock: socket.socket, key: bytes) -> None:
         other = self._waiting.pop(key, None)
         if other is None:
             sock.close()
         else:
-            self._join(sock, other)
+            self._soon(lambda: self._join(sock, other), sock, other)
 
     # ---- the thread
 
-    def _soon(self, action: Callable[[], None]) -> None:
-        self._todo.append(action)
-        os.eventfd_write(self._wake, 1)
+    def _soon(self, action: Callable[[], None], *socks: socket.socket) -> None:
+        """On the gate's thread, which owns `socks` from now on. They are closed when it raises OSError, and at once
+        when the gate is closed."""
+        todo = _Todo(action, socks)
+        with self._lock:
+            if not self._is_closed:
+                self._todo.append(todo)
+                self._wake.set()
+                return
+        todo.drop()
 
     def _run(self) -> None:
         while not self._is_closed:
             for key, _ in self._selector.select():
                 if key.data is None:
-                    os.eventfd_read(self._wake)
+                    self._wake.clear()
                     continue
                 now = self._selector.get_map().get(key.fd)
                 if now is not None and now.fileobj is key.fileobj:  # no other event of this turn has ended it
                     key.data()
             while self._todo:
-                with suppress(OSError):
-                    self._todo.pop(0)()
+                self._todo.pop(0).run()
+        for todo in self._todo:
+            todo.drop()
         for key in list(self._selector.get_map().values()):
             if isinstance(key.fileobj, socket.socket):
                 key.fileobj.close()
-        for sock in self._waiting.values():
+        for sock in (*self._waiting.values(), *self._carried):
             sock.close()
         self._selector.close()
-        os.close(self._wake)
+        self._spare.close()
+        self._wake.close()
 
     def _join(self, one: socket.socket, other: socket.socket) -> None:
         flows = _Flow(one, other), _Flow(other, one)
         for flow in flows:
             flow.source.setblocking(False)
             flow.source.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._carried |= {one, other}
         self._move(flows)
 
     def _move(self, flows: tuple[_Flow, _Flow]) -> None:
@@ -213,6 +270,7 @@ class Gate:
             wanted |= selectors.EVENT_WRITE if against.chunk else 0
             self._look_for(flow.source, 0 if is_over else wanted, lambda: self._move(flows))
             if is_over:
+                self._carried.discard(flow.source)
                 flow.source.close()
 
     def _look_for(self, sock: socket.socket, events: int, action: Callable[[], None]) -> None:

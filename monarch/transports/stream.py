@@ -42,6 +42,9 @@ RECV_BYTES: Final = 64 << 10
 
 IOV_MAX: Final = 1024
 
+NO_DESCRIPTOR: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+"""What says that nothing more can be opened now."""
+
 
 def severed(peer: str, error: BaseException | str) -> LinkSevered:
     """The one place where the errors of drivers become ours."""
@@ -336,6 +339,28 @@ class Acceptor(Protocol):
     def close(self) -> None: ...
 
 
+@define(eq=False)
+class Spare:
+    """A descriptor to live on when all are used: a connection that is not accepted keeps its listener readable, and
+    who polls it spinning."""
+
+    _sock: socket.socket | None = field(factory=socket.socket)
+
+    def turn_away(self, acceptor: Acceptor) -> bool:
+        """Refuse who is next. False: another thread has taken the descriptor since."""
+        self.close()
+        with suppress(OSError):
+            acceptor.accept()[0].close()
+        with suppress(OSError):
+            self._sock = socket.socket()
+        return self._sock is not None
+
+    def close(self) -> None:
+        if self._sock is not None:
+            self._sock.close()
+            self._sock = None
+
+
 @define(eq=False, repr=False)
 class _Newcomer:
     sock: socket.socket
@@ -377,9 +402,9 @@ class StreamListener:
     _handshake_s: float = 10.0
     _max_newcomers: int = 128
     selector: selectors.BaseSelector = field(factory=selectors.DefaultSelector, init=False)
-    """Whatever else `adopt` has to wait for may be registered here, with a callable as data."""
+    """Whatever else `adopt` has to wait for may be registered here, with a callable that raises nothing as data."""
     _newcomers: OrderedDict[int, _Newcomer] = field(factory=OrderedDict, init=False)
-    _spare: socket.socket | None = field(factory=socket.socket, init=False)  # a descriptor to live on when all are used
+    _spare: Spare = field(factory=Spare, init=False)
     _is_closed: bool = field(default=False, init=False)
     _fd: int = field(init=False)
 
@@ -424,7 +449,7 @@ class StreamListener:
             except (BlockingIOError, InterruptedError):
                 return
             except OSError as error:
-                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                if error.errno in NO_DESCRIPTOR:
                     if not self._make_room():
                         return
                     continue
@@ -450,21 +475,11 @@ class StreamListener:
             self.selector.register(sock, selectors.EVENT_READ, newcomer)
 
     def _make_room(self) -> bool:
-        """No descriptor is free: give up the oldest newcomer, else refuse the next one, which would otherwise keep the
-        listener readable, and its poller spinning."""
+        """No descriptor is free: give up the oldest newcomer, else refuse the next one."""
         if self._newcomers:
             self._drop_oldest()
             return True
-        if self._spare is not None:
-            self._spare.close()
-            self._spare = None
-        with suppress(OSError):
-            self._sock.accept()[0].close()
-        try:
-            self._spare = socket.socket()
-        except OSError:
-            return False
-        return True
+        return self._spare.turn_away(self._sock)
 
     def _advance(self, newcomer: _Newcomer, links: list[Link]) -> None:
         handshake, sock = newcomer.handshake, newcomer.sock
@@ -515,5 +530,4 @@ class StreamListener:
             self._forget(newcomer)
         self._sock.close()
         self.selector.close()
-        if self._spare is not None:
-            self._spare.close()
+        self._spare.close()

@@ -22,7 +22,6 @@ nng's send descriptor. It polls as readable for all of them, also for "room agai
 
 from __future__ import annotations
 
-import os
 import select
 import socket
 import struct
@@ -39,6 +38,7 @@ from monarch.errors import LinkClosed, LinkSevered, ProtocolError, RemoteProtoco
 from monarch.transports.base import Buffer, Frame, Missing
 from monarch.transports.framing import COUNT, GOODBYE_COUNT, MARKER, MAX_PARTS, FrameDecoder, Tail, header
 from monarch.transports.stream import QUEUE_BYTES, RECV_BYTES, TURN_BYTES, discard, send_some, severed
+from monarch.transports.wake import Wake
 
 PLAIN_BYTES: Final = 64 << 10
 """Parts of this size and above take the plain connection. From here on `Link.recv_nowait` promises writable memory,
@@ -50,30 +50,6 @@ MESSAGE_BYTES: Final = 256 << 10
 _ON_PLAIN: Final = 1 << 63
 _SIZE_MASK: Final = _ON_PLAIN - 1
 _GOODBYE: Final = COUNT.pack(GOODBYE_COUNT)
-
-
-@define(eq=False)
-class Wake:
-    """An eventfd that may be written to from any thread, also after it was closed."""
-
-    fd: int = field(factory=lambda: os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
-    _lock: threading.Lock = field(factory=threading.Lock)
-    _is_closed: bool = False
-
-    def set(self) -> None:
-        with self._lock:
-            if not self._is_closed:
-                os.eventfd_write(self.fd, 1)
-
-    def clear(self) -> None:
-        with suppress(BlockingIOError):
-            os.eventfd_read(self.fd)
-
-    def close(self) -> None:
-        with self._lock:
-            if not self._is_closed:
-                self._is_closed = True
-                os.close(self.fd)
 
 
 class Pair(Protocol):

@@ -5,7 +5,6 @@ which dials others for it, and is dialed in its place. Links are those of `tcp`,
 from __future__ import annotations
 
 import errno
-import os
 import socket
 import threading
 import time
@@ -24,6 +23,7 @@ from monarch.transports.nng import set_options
 from monarch.transports.stream import StreamListener, severed
 from monarch.transports.tcp_link import TcpLink
 from monarch.transports.url import Url, parse
+from monarch.transports.wake import Wake
 
 log = get_logger("monarch.tunnel")
 
@@ -38,7 +38,7 @@ class _Arrivals:
     def __init__(self, tunnel: Tunnel, secret: bytes) -> None:
         self._tunnel, self._secret = tunnel, secret
         self._here: deque[socket.socket] = deque()
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake = Wake()
         self._lock = threading.Lock()
         self._is_closed = False
         self.port = 0
@@ -83,12 +83,12 @@ class _Arrivals:
                     sock.close()
                     return
                 self._here.append(sock)
-                os.eventfd_write(self._wake, 1)
+                self._wake.set()
 
     # ---- as a socket
 
     def fileno(self) -> int:
-        return self._wake
+        return self._wake.fd
 
     def setblocking(self, flag: bool) -> None:
         """It never blocks."""
@@ -96,8 +96,7 @@ class _Arrivals:
     def accept(self) -> tuple[socket.socket, Any]:
         with self._lock:
             if not self._here:
-                with suppress(BlockingIOError):
-                    os.eventfd_read(self._wake)
+                self._wake.clear()
                 raise BlockingIOError(errno.EAGAIN, "nobody is there")
             return self._here.popleft(), None
 
@@ -105,7 +104,7 @@ class _Arrivals:
         with self._lock:
             self._is_closed = True
             waiting = list(self._here)
-            os.close(self._wake)
+            self._wake.close()
         for sock in waiting:
             sock.close()
         with suppress(OSError):

@@ -74,7 +74,8 @@ class Attachment:
             address = _place(self.url, self._secret)
             _be_reachable(self._runtime, self.url, self._secret)
         except Exception as error:
-            self._give_up(f"{type(error).__name__}: {error}")
+            why = f"{type(error).__name__}: {error}"
+            self._runtime.gateway.call_later(0.0, lambda: self._give_up(why))  # ends are told on the driving thread
         else:
             self._runtime.gateway.release(self._peer, address)
 

@@ -10,13 +10,14 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from monarch.actor import Actor, HostMesh, SupervisionError, attach_to_workers, endpoint, this_host
+from monarch.actor import Actor, HostMesh, SupervisionError, attach_to_workers, context, endpoint, this_host
 from monarch.cli import main
 from monarch.config import configured
 from monarch.core import protocol, settings
@@ -25,6 +26,7 @@ from monarch.debug import ps
 from monarch.testing import TestClient, fresh_client, wait_until_gone
 from tests.mesh.actors import Worker
 from tests.mesh.workers import worker
+from tests.until import until
 
 LIMIT_S = 20.0
 
@@ -193,6 +195,19 @@ def test_an_address_that_never_comes_is_given_up(client: TestClient) -> None:
         hosts = attach_to_workers(workers=[Future._pending(None)])
         with pytest.raises(RuntimeError, match=r"attach failed.*its address was not known in 0\.1 s"):
             hosts.initialized.get(LIMIT_S)
+
+
+def test_an_address_that_cannot_be_had_is_told_by_whoever_drives_the_links(client: TestClient) -> None:
+    told_on: list[str] = []
+    runtime = context().actor_instance.proc_runtime
+    runtime.on_proc_gone.append(lambda key, down: told_on.append(threading.current_thread().name))
+    address: Future[str] = Future._pending(None)
+    hosts = attach_to_workers(workers=[address])
+    address._fail(LookupError("no such worker"))
+    with pytest.raises(RuntimeError, match=r"attach failed.*LookupError: no such worker"):
+        hosts.initialized.get(LIMIT_S)
+    until(lambda: told_on)
+    assert "monarch-attach" not in told_on
 
 
 def test_a_worker_that_is_killed_is_the_failure_of_its_processes(client: TestClient, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import errno
 import os
 import secrets
 import socket
@@ -21,13 +22,13 @@ import struct
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any, Final
 
 from attrs import define, field
 
 from monarch.errors import LinkSevered, NotViable
 from monarch.transports.ending import at_the_end
+from monarch.transports.stream import NO_DESCRIPTOR
 from monarch.transports.wake import Wake
 
 _KEY_BYTES: Final = 32
@@ -205,15 +206,22 @@ class Pair:
 
     def shut_the_door(self) -> None:
         """The pair is up: nobody else is to reach the port, which nng keeps for as long as it has the pair. And what
-        `tcp` sets on its own connections holds for this one, too. nng shows its sockets to nobody; the kernel does."""
+        `tcp` sets on its own connections holds for this one, too. nng shows its sockets to nobody; the kernel does.
+
+        Raises: OSError, when the port may be open still: close the pair.
+        """
         if self._door is None:
             return
+        is_shut = not self._door.is_ours
         for sock in self._door.sockets():
             if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 _deafen(sock)
+                is_shut = True
             elif self._connection is None:
                 set_options(sock, small_frames=True)
                 self._connection = socket.socket(fileno=os.dup(sock.fileno()))  # `sock.dup()` would make it block
+        if not is_shut:
+            raise OSError(errno.ENOENT, f"port {self._door.port}, where nng listens for one link, was not found")
 
     def _on_up(self, _: object) -> None:
         """On a thread of nng."""
@@ -294,9 +302,10 @@ class _End:
     is_ours: bool
 
     def sockets(self) -> Iterator[socket.socket]:
-        """Those of this process, each by a descriptor of its own while it is looked at."""
+        """Those of this process, each by a descriptor of its own while it is looked at. Raises: OSError, when there is
+        none left for that."""
         for name in os.listdir("/proc/self/fd"):
-            with suppress(OSError):
+            try:
                 if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                     continue
                 with socket.socket(fileno=os.dup(int(name))) as sock:
@@ -304,6 +313,10 @@ class _End:
                         continue
                     if (sock.getsockname() if self.is_ours else sock.getpeername())[1] == self.port:
                         yield sock
+            except OSError as error:
+                if error.errno in NO_DESCRIPTOR:
+                    raise
+                # it has been closed, or is connected to nobody
 
 
 def _deafen(sock: socket.socket) -> None:

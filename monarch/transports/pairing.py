@@ -18,11 +18,14 @@ from typing import Final
 from attrs import define, field
 
 from monarch.errors import LinkSevered, NotViable
+from monarch.log import get_logger
 from monarch.transports.base import Link, Viability
 from monarch.transports.nng import Pair
 from monarch.transports.stream import StreamListener, authenticate, recv_some, send_all, severed
 from monarch.transports.tcp_link import TcpLink
 from monarch.transports.url import Url
+
+log = get_logger("monarch.pairing")
 
 PAIRING_S: Final = 10.0
 MAX_PAIRING: Final = 128
@@ -62,28 +65,34 @@ class Pairings:
     _waiting: dict[Pair, tuple[float, socket.socket]] = field(factory=dict, init=False)
 
     def add(self, plain: socket.socket, pair: Pair) -> None:
-        """Hand out a link when `pair` is up; it owns both."""
+        """Hand out a link when `pair` is up; it owns both, also when this raises. Raises: OSError."""
         now_s = time.monotonic()
         for old, (deadline_s, _) in list(self._waiting.items()):
             if deadline_s <= now_s or len(self._waiting) >= MAX_PAIRING:
                 self._drop(old)
-        self._waiting[pair] = now_s + PAIRING_S, plain
         assert self.listener is not None
-        self.listener.selector.register(pair.wake.fd, selectors.EVENT_READ, lambda: self._finish(pair))
-
-    def _finish(self, pair: Pair) -> Link | None:
-        """The pair is up, so nothing but the link is to be waited for any more."""
-        plain = self._forget(pair)
-        pair.wake.clear()
-        pair.shut_the_door()
         try:
-            host, port = plain.getpeername()[:2]
-            plain.send(_READY)
+            self.listener.selector.register(pair.wake.fd, selectors.EVENT_READ, lambda: self._finish(pair))
         except OSError:
             plain.close()
             pair.close()
+            raise
+        self._waiting[pair] = now_s + PAIRING_S, plain
+
+    def _finish(self, pair: Pair) -> Link | None:
+        """The pair is up, so nothing but the link is to be waited for any more. None: it failed, and is closed."""
+        plain = self._forget(pair)
+        pair.wake.clear()
+        try:
+            pair.shut_the_door()
+            host, port = plain.getpeername()[:2]
+            plain.send(_READY)
+            return TcpLink(plain, pair, f"{Url(self._scheme, host, port)} at {self._url}")
+        except OSError as error:
+            log.info("pairing.failed", address=self._url, reason=str(error))
+            plain.close()
+            pair.close()
             return None
-        return TcpLink(plain, pair, f"{Url(self._scheme, host, port)} at {self._url}")
 
     def _forget(self, pair: Pair) -> socket.socket:
         if self.listener is not None:
@@ -193,7 +202,7 @@ def received(plain: socket.socket, size_bytes: int, at: str, deadline_s: float, 
 
 
 def completed(plain: socket.socket, pair: Pair, at: str, deadline_s: float, late: str = "") -> TcpLink:
-    """The link, once both ends are up. Raises: as `received`."""
+    """The link, once both ends are up. Raises: as `received`; OSError, when this process has no descriptor left."""
     received(plain, len(_READY), at, deadline_s, late)
     poll = select.poll()
     poll.register(pair.wake.fd, select.POLLIN)

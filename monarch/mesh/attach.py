@@ -149,7 +149,7 @@ def attach_to_workers(
     """The hosts of some workers, in this order, as a mesh of one dimension, `hosts`. Returns at once.
 
     Args:
-        private_key: None; certificates are planned.
+        private_key: None; certificates are named by HYPERACTOR_TLS_*, with tls+tcp://.
         ca: "trust_all_connections"; connections prove the secret nevertheless, where it counts.
         workers: the addresses that the workers advertise, or futures of them.
         name: of the hosts, for people.

@@ -49,11 +49,12 @@ _GOODBYE_S: Final = 2.0
 
 
 def check_ca(ca: object, private_key: object) -> None:
-    """Raises: NotImplementedError for certificates, ValueError for what is none."""
+    """Raises: NotImplementedError, for certificates that are named here and not in the settings."""
     if private_key is not None or ca not in (None, TRUST_ALL):
         raise NotImplementedError(
-            "certificates for links between hosts are planned, and not part of this version: leave private_key out, "
-            f"and ca={TRUST_ALL!r}; connections prove the secret of MONARCH_SECRET_FILE"
+            "certificates are not named by ca and private_key, but by HYPERACTOR_TLS_CERT, HYPERACTOR_TLS_KEY and "
+            f"HYPERACTOR_TLS_CA, for addresses tls+tcp://HOST:PORT: leave private_key out, and ca={TRUST_ALL!r}; "
+            "connections prove the secret of MONARCH_SECRET_FILE in any case"
         )
 
 
@@ -320,7 +321,7 @@ def run_worker_loop_forever(*, private_key: Any = None, ca: Any = TRUST_ALL, add
     """Make this process the worker of its host. Ends with status 0 when a client shuts it down.
 
     Args:
-        private_key: None; certificates are planned.
+        private_key: None; certificates are named by HYPERACTOR_TLS_*, with tls+tcp://.
         ca: "trust_all_connections"; connections prove the secret nevertheless, where they can come from elsewhere.
         address: where to listen: `tcp://HOST:PORT`, `tls+tcp://HOST:PORT`, `ipc:///PATH`, `ADVERTISE@BIND`, or
             `tcp://HOST:fd7` for an inherited socket.

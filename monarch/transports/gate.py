@@ -167,11 +167,10 @@ class Gate:
         sock.setblocking(False)
         try:
             sock.send(PORT.pack(server.getsockname()[1]))
+            self._look_for(server, selectors.EVENT_READ, lambda: self._accept(entry))
+            self._look_for(sock, selectors.EVENT_READ, lambda: self._asker_says(entry))
         except OSError:
-            server.close()
-            raise
-        self._selector.register(server, selectors.EVENT_READ, lambda: self._accept(entry))
-        self._selector.register(sock, selectors.EVENT_READ, lambda: self._asker_says(entry))
+            self._end(entry)
 
     def _asker_says(self, entry: _Port) -> None:
         try:
@@ -185,8 +184,7 @@ class Gate:
 
     def _end(self, entry: _Port) -> None:
         for sock in (entry.asker, entry.server):
-            self._selector.unregister(sock)
-            sock.close()
+            self._forget(sock)
 
     def _accept(self, entry: _Port) -> None:
         try:
@@ -262,16 +260,22 @@ class Gate:
         try:
             there.move()
             back.move()
+            for flow, against in ((there, back), (back, there)):
+                wanted = 0 if flow.chunk or flow.has_ended else selectors.EVENT_READ
+                wanted |= selectors.EVENT_WRITE if against.chunk else 0
+                self._look_for(flow.source, wanted, lambda: self._move(flows))
             is_over = there.is_over and back.is_over
         except OSError:
             is_over = True
-        for flow, against in ((there, back), (back, there)):
-            wanted = 0 if flow.chunk or flow.has_ended else selectors.EVENT_READ
-            wanted |= selectors.EVENT_WRITE if against.chunk else 0
-            self._look_for(flow.source, 0 if is_over else wanted, lambda: self._move(flows))
-            if is_over:
+        if is_over:
+            for flow in flows:
                 self._carried.discard(flow.source)
-                flow.source.close()
+                self._forget(flow.source)
+
+    def _forget(self, sock: socket.socket) -> None:
+        if sock in self._selector.get_map():
+            self._selector.unregister(sock)
+        sock.close()
 
     def _look_for(self, sock: socket.socket, events: int, action: Callable[[], None]) -> None:
         known = self._selector.get_map().get(sock)

@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import Any
 
 import pytest
 
@@ -83,6 +84,38 @@ def test_a_friend_that_vanishes_ends_its_own_port_only(gate: Gate, error: OSErro
     assert_carries(gate, later, its_address)
     for sock in (friend, gone, later):
         sock.close()
+
+
+def test_what_nobody_can_wait_for_ends_its_own_port_and_stream_only(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel has a limit for what all processes of a user wait for (epoll)."""
+    friend, address = port_for(gate)
+    register = gate._selector.register
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no more watches")
+
+    def full_but_one(*args: Any) -> None:
+        gate._selector.register = full  # type: ignore[assignment, method-assign]
+        register(*args)
+
+    for some in (full, full_but_one):
+        other = dial(address)
+        told = friend.recv(ID_BYTES, socket.MSG_WAITALL)
+        lost, its_end = connection()
+        monkeypatch.setattr(gate._selector, "register", some)
+        gate.serve(LISTEN, NO_PORT, its_end)
+        assert lost.recv(PORT.size, socket.MSG_WAITALL)[PORT.size :] == lost.recv(1) == b""
+        taker, its_end = connection()
+        monkeypatch.setattr(gate._selector, "register", some)
+        gate.serve(TAKE, told, its_end)
+        assert taker.recv(1) == other.recv(1) == b""
+        monkeypatch.setattr(gate._selector, "register", register)
+        for sock in (other, lost, taker):
+            sock.close()
+    assert_carries(gate, friend, address)
+    friend.close()
 
 
 def test_without_descriptors_one_who_dials_is_turned_away(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,7 +63,12 @@ def _parse(lines: Iterator[str]) -> tuple[list[Figure], dict[str, str]]:
 
 def measure_in_process(subject: str, arguments: Sequence[str]) -> Iterator[str]:
     command = [sys.executable, "-m", "benchmarks.measure", subject, *arguments]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=_LIMIT_S)
-    yield from done.stdout.splitlines()
-    if done.returncode:
-        yield json.dumps({"name": "process", "error": f"ended with status {done.returncode}"})
+    try:
+        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, timeout=_LIMIT_S)
+        said, fault = done.stdout, f"ended with status {done.returncode}" if done.returncode else None
+    except subprocess.TimeoutExpired as late:
+        said, fault = late.stdout or b"", f"took more than {_LIMIT_S} s, and was killed"
+    *lines, _ = said.decode().split("\n")  # the last one ends in the middle, or is empty
+    yield from lines
+    if fault is not None:
+        yield json.dumps({"name": "process", "error": fault})

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
 from attrs import define
@@ -93,7 +93,7 @@ class Crossings:
         # What has come back since the last look, and before it.
         self._cycles: set[tuple[Hop, ...]] = set()
         self._cycles_before: set[tuple[Hop, ...]] = set()
-        self._passed: dict[tuple[CallKey, int], int] = {}  # (call that it began at, actor it came to) -> its serial
+        self._passed: dict[tuple[int, int, int], int] = {}  # (actor it began at, actor it came to) -> its serial
         proc.handlers[_PROBE] = lambda envelope, serial, hops, number: self._on_probe(serial, hops, number)
 
     def look_later(self) -> None:
@@ -108,12 +108,15 @@ class Crossings:
 
     def _look(self) -> None:
         self._looks = False
-        waited = {call.number: call for call in self._pending() if call.wait.lasts}
         self._cycles, self._cycles_before = set(), self._cycles
-        for port in self._seen & waited.keys():
-            self._ask(next(self._serials), (), waited[port])
-        self._seen = set(waited)
-        if waited:
+        by_actor: dict[int, list[PendingCall]] = {}
+        for call in self._pending():
+            if call.wait.lasts:
+                by_actor.setdefault(call.wait.actor.actor_id.number, []).append(call)
+        seen, self._seen = self._seen, {call.number for calls in by_actor.values() for call in calls}
+        for calls in by_actor.values():
+            self._ask(next(self._serials), (), [call for call in calls if call.number in seen])
+        if by_actor:
             self.look_later()
 
     def _pending(self) -> Iterator[PendingCall]:
@@ -134,10 +137,16 @@ class Crossings:
                     if stops and wait.lasts and wait.actor is actor:
                         yield call
 
-    def _ask(self, serial: int, before: tuple[Hop, ...], call: PendingCall) -> None:
-        wait = call.wait
-        hop = Hop(self._proc.key, call.number, wait.begun, wait.actor.actor_id.number, wait.endpoint, call.wanted())
-        for key, number in call.unanswered()[:_MOST_ASKED]:
+    def _ask(self, serial: int, before: tuple[Hop, ...], calls: Iterable[PendingCall]) -> None:
+        """Go on from the actor that made the calls: to each that it waits for, with the oldest of its calls there, which
+        is enough, and always the same while none is answered."""
+        oldest: dict[tuple[int, int], PendingCall] = {}
+        for call in sorted(calls, key=lambda call: call.number):
+            for target in call.unanswered():
+                oldest.setdefault(target, call)
+        for (key, number), call in [*oldest.items()][:_MOST_ASKED]:
+            wait = call.wait
+            hop = Hop(self._proc.key, call.number, wait.begun, wait.actor.actor_id.number, wait.endpoint, call.wanted())
             if key == self._proc.key:
                 self._on_probe(serial, (*before, hop), number)
             else:
@@ -146,17 +155,16 @@ class Crossings:
     def _on_probe(self, serial: int, hops: tuple[Hop, ...], number: int) -> None:
         """Whoever made the last call on the list asks an actor of this process whether it waits, too."""
         first, last = hops[0], hops[-1]
-        waits = self._waits_of(number, (last.key, last.port))
+        waits = list(self._waits_of(number, (last.key, last.port)))
         if (self._proc.key, number) == (first.key, first.number):
             found = next((call for call in waits if call.number == first.port and call.wait.begun == first.begun), None)
             if found is not None:
                 self._on_cycle(hops, found)
-        elif self._passed.get(((first.key, first.port), number)) != serial and len(hops) < _LONGEST:
+        elif self._passed.get((first.key, first.number, number)) != serial and len(hops) < _LONGEST:
             if len(self._passed) >= _PROBES_KNOWN:
                 self._passed.clear()
-            self._passed[(first.key, first.port), number] = serial
-            for call in waits:
-                self._ask(serial, hops, call)
+            self._passed[first.key, first.number, number] = serial
+            self._ask(serial, hops, waits)
 
     def _on_cycle(self, hops: tuple[Hop, ...], call: PendingCall) -> None:
         if hops not in self._cycles_before:

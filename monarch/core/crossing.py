@@ -138,8 +138,8 @@ class Crossings:
                         yield call
 
     def _ask(self, serial: int, before: tuple[Hop, ...], calls: Iterable[PendingCall]) -> None:
-        """Go on from the actor that made the calls: to each that it waits for, with the oldest of its calls there, which
-        is enough, and always the same while none is answered."""
+        """Go on from the actor that made the calls: to each that it waits for, with the oldest of its calls there. One
+        is enough, and it is always the same while none is answered."""
         oldest: dict[tuple[int, int], PendingCall] = {}
         for call in sorted(calls, key=lambda call: call.number):
             for target in call.unanswered():

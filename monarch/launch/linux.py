@@ -21,6 +21,7 @@ LINUX: Final = sys.platform.startswith("linux")
 
 # Source: linux/prctl.h
 _PR_SET_PDEATHSIG: Final = 1
+_PF_EXITING: Final = 0x4  # linux/sched.h
 _PR_SET_NAME: Final = 15
 _PR_SET_CHILD_SUBREAPER: Final = 36
 
@@ -176,6 +177,14 @@ def run_times_s(pid: int) -> dict[int, float]:
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 found[int(task.name)] = int(Path(task.path, "schedstat").read_text().split()[0]) / 1e9
     return found
+
+
+def is_dying(pid: int) -> bool:
+    """Whether a process of ours, not yet waited for, has begun to end: then it gives up its descriptors."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return fields[0] in "ZX" or bool(int(fields[6]) & _PF_EXITING)  # proc(5): /proc/pid/stat, 3 and 9
+    return True
 
 
 def title(pid: int) -> str:

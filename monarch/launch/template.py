@@ -267,10 +267,10 @@ class Template:
                 kill(child.pid, signum)
 
     def _look(self, id: int) -> None:
-        """Kill a child that is another program by now."""
+        """Kill a child that is another program by now. One that is dying has given up its claim, too."""
         for child in self.children.values():
             if child.id == id and not child.execs and not claim.is_claimed(self.claims, child.pid):
-                child.became_another = True
+                child.became_another = not linux.is_dying(child.pid)
                 kill(child.pid, signal.SIGKILL)
 
     def _abandon_todo(self) -> None:

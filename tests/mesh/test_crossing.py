@@ -118,9 +118,7 @@ def test_one_of_the_calls_is_refused_and_the_rest_is_answered(
     ends = list(outcomes(released(channel, calls)))
 
     (error,) = [end for end in ends if isinstance(end, DeadlockError)]
-    assert [end for end in ends if end is not error] == [["answered"] * (5 if how == "cross_often" else 1)] * (
-        length - 1
-    )
+    assert [set(end) for end in ends if end is not error] == [{"answered"}] * (length - 1)
     assert len(error.cycle) == length and all(name.endswith(f".{how}") for name in error.cycle)
     assert all(f"crosser{i}" in str(error) for i in range(length)) and ".answer" in str(error)
     assert [each.answer.call_one().get(LIMIT_S) for each in trio] == ["answered"] * 3  # they live on

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import signal
 import sys
 
 import hypothesis
@@ -20,6 +21,8 @@ for _name in [name for name in os.environ if name.startswith("MONARCH_") and nam
     del os.environ[_name]
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # a hundred interpreters would compile what they import, each its own
 sys.dont_write_bytecode = False
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell gives it to what it puts into the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # programs under test would inherit it
 os.environ["MONARCH_PRELOAD"] = "none"  # else tests that import torch make it slow to start the processes of later ones
 
 # A loaded machine must not fail a property for being slow; the same examples each time where nobody looks at a failure.

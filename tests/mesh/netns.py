@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -46,11 +47,15 @@ class Host:
         _ip("link", "set", self.cable, "up")
 
 
+_numbers = itertools.count()
+
+
 @contextmanager
 def network(count: int) -> Iterator[list[Host]]:
     """Some hosts beside this one, which all reach each other."""
-    tag = f"{os.getpid() % 100_000}"
-    subnet = f"198.18.{os.getpid() % 250}"
+    number = next(_numbers)  # a test may have one beside that of its module
+    tag = f"{os.getpid() % 10_000}{'abcdefgh'[number % 8]}"
+    subnet = f"198.{18 + number % 2}.{os.getpid() % 250}"
     bridge = f"mb{tag}"
     hosts: list[Host] = []
     try:

@@ -766,7 +766,7 @@ def test_when_the_driver_becomes_another_program_everything_ends(code_folder: Pa
         driver.wait(LIMIT_S)
 
 
-@pytest.mark.parametrize("loads", ["at its start", "later"])
+@pytest.mark.parametrize("loads", ["at its start", pytest.param("later", marks=pytest.mark.slow)])
 def test_a_driver_killed_while_the_template_loads_leaves_nothing(
     tmp_path: Path, code_folder: Path, events: Events, loads: str
 ) -> None:

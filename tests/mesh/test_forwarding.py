@@ -289,6 +289,7 @@ def test_last_lines_of_another_host_are_shown_before_the_end_is_told_there(outpu
     assert driver._guests == {}  # nothing is kept of a process that has ended
 
 
+@pytest.mark.slow
 def test_the_end_of_the_driver_waits_for_lines_that_another_host_still_has(output):
     driver = Forwarder()
     host = Elsewhere(driver)
@@ -328,8 +329,9 @@ def test_equal_lines_of_several_hosts_are_merged_and_unwanted_ones_not_shown(out
     for host in hosts:
         host.forwarder.close(LIMIT_S)
     assert forwarder.flush(LIMIT_S)
-    for fd in fds:
+    for rank, fd in enumerate(fds):
         os.close(fd)
+        forwarder.forget(rank)
 
     assert output.text == "anon[0-1] [2 similar log lines] same\n"
 
@@ -445,6 +447,7 @@ def test_what_processes_of_other_hosts_print_is_shown_too(output, client, addres
     assert sorted(output.text.splitlines()) == sorted([*merged, "talker[1] last words"])
 
 
+@pytest.mark.slow
 def test_two_clients_of_one_worker_see_their_own_lines_only(output, client, address):
     procs = attach_to_workers(workers=[address]).spawn_procs({"gpus": 1})
     talker = procs.spawn("ours", Talker)

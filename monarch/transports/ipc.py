@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final
 
 from monarch.errors import AuthenticationError, NotViable
@@ -71,7 +72,8 @@ class UnixTransport:
         def remove_file() -> None:
             # Only our own: somebody may have put another socket at the path meanwhile.
             if identity is not None and _identity(address.name) == identity:
-                os.unlink(address.name)
+                with suppress(FileNotFoundError):  # gone in between, with its folder
+                    os.unlink(address.name)
             if folder is not None:
                 os.rmdir(folder)
 

@@ -63,7 +63,9 @@ def test_what_is_told_has_no_answer(quick_net: Net) -> None:
 def test_a_request_to_a_process_that_ends_fails_with_the_reason(net: Net) -> None:
     a, b = net.proc("a"), net.proc("b")
     asked = threading.Event()
+    b.handlers["at once"] = lambda envelope: b.answer(envelope, "here")
     b.handlers["never"] = lambda envelope: asked.set()
+    assert a.request(b.proc_id, "at once").get(LIMIT_S) == ("here",)
     pending = a.request(b.proc_id, "never")
     assert asked.wait(LIMIT_S)
     b.close(LIMIT_S)

@@ -21,9 +21,10 @@ LINUX: Final = sys.platform.startswith("linux")
 
 # Source: linux/prctl.h
 _PR_SET_PDEATHSIG: Final = 1
-_PF_EXITING: Final = 0x4  # linux/sched.h
 _PR_SET_NAME: Final = 15
 _PR_SET_CHILD_SUBREAPER: Final = 36
+
+_PF_EXITING: Final = 0x4  # linux/sched.h: a flag of a task
 
 
 @functools.cache

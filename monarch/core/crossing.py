@@ -155,7 +155,7 @@ class Crossings:
     def _on_probe(self, serial: int, hops: tuple[Hop, ...], number: int) -> None:
         """Whoever made the last call on the list asks an actor of this process whether it waits, too."""
         first, last = hops[0], hops[-1]
-        waits = list(self._waits_of(number, (last.key, last.port)))
+        waits = self._waits_of(number, (last.key, last.port))
         if (self._proc.key, number) == (first.key, first.number):
             found = next((call for call in waits if call.number == first.port and call.wait.begun == first.begun), None)
             if found is not None:

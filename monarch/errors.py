@@ -18,11 +18,14 @@ MonarchError
 └── MeshError                 a supervisor has no child of that name
 ```
 
+Mistakes in arguments are Python's own errors: `UnknownDimension` is three of them.
+
 Errors travel between processes: they hold plain fields only, and pickle.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from concurrent.futures import CancelledError
 from typing import Any
 
@@ -162,3 +165,29 @@ class CallCancelled(MonarchError, CancelledError):
 
 class MeshError(MonarchError, RuntimeError):
     """A mesh was asked for something that it does not have: a supervisor, for a child of a name that none has."""
+
+
+class UnknownDimension(KeyError, TypeError, ValueError):
+    """A mesh was asked for a dimension that it does not have. Of all three kinds, as each is what some method of the
+    public interface raises.
+
+    Attributes:
+        what: the mesh, for people.
+        label: what was asked for.
+        labels: the dimensions there are.
+    """
+
+    def __init__(self, what: str, label: object, labels: Collection[str]) -> None:
+        self.what, self.label, self.labels = what, label, tuple(labels)
+        super().__init__(what, label, self.labels)
+
+    def __str__(self) -> str:
+        return f"{self.what} has no dimension {self.label!r}; {it_has(self.labels, self.label)}"
+
+
+def it_has(names: Collection[str], wanted: object) -> str:
+    """For the error about a name that is not among `names`: those that are, and which may have been meant."""
+    import difflib  # 1 ms
+
+    close = difflib.get_close_matches(str(wanted), names, n=1)
+    return f"it has {', '.join(names) or 'none'}" + "".join(f". Did you mean {name!r}?" for name in close)

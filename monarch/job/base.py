@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Self
 
+from monarch.errors import it_has
 from monarch.log import get_logger
 from monarch.mesh.host_mesh import HostMesh
 
@@ -41,7 +42,7 @@ class JobState:
     def __getattr__(self, name: str) -> HostMesh:
         meshes: dict[str, HostMesh] = self.__dict__.get("_meshes", {})
         if name not in meshes:
-            raise AttributeError(f"this job has no mesh {name!r}; it has {', '.join(meshes) or 'none'}")
+            raise AttributeError(f"this job has no mesh {name!r}; {it_has(meshes, name)}")
         return meshes[name]
 
     @property

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from monarch.errors import it_has
 from monarch.job.base import DEFAULT_JOB_PATH, JobTrait, job_load, named_job
 from monarch.job.execute import Command, exec_command
 
@@ -82,7 +83,7 @@ def execute(
         raise NoJob("the current job has ended; `monarch kill` forgets it")
     meshes = job.state(None).meshes
     if mesh is not None and mesh not in meshes:
-        raise NoJob(f"the current job has no mesh {mesh!r}; it has {', '.join(meshes)}")
+        raise NoJob(f"the current job has no mesh {mesh!r}; {it_has(meshes, mesh)}")
     if everywhere or (mesh is not None and point is None and not one):
         folder = Path(".monarch") / "exec" / time.strftime("%Y%m%d-%H%M%S")
         status = 0

@@ -19,7 +19,7 @@ from monarch.core.envelope import Envelope, Flag, Kind
 from monarch.core.future import Future
 from monarch.core.held import Held, on_main_thread
 from monarch.core.ids import ProcId
-from monarch.errors import MonarchError, SupervisionError
+from monarch.errors import MonarchError, SupervisionError, it_has
 from monarch.mesh.actor import ActorClass, MeshMethod, class_of
 from monarch.mesh.casting import LARGE_BYTES, Routes, routes
 from monarch.mesh.context import context
@@ -112,7 +112,7 @@ class ActorMesh(MeshView, Generic[A]):
             return PlainMethod(self, name, method)
         raise AttributeError(
             f"actor mesh {self._name!r} of {self._class_name} has no endpoint {name!r}; "
-            f"it has {', '.join(sorted(known.endpoints)) or 'none'}"
+            + it_has(sorted(known.endpoints), name)
         )
 
     def __dir__(self) -> list[str]:

@@ -16,6 +16,7 @@ from typing import Final
 from attrs import define
 
 from monarch.core.ids import ProcId
+from monarch.errors import UnknownDimension
 from monarch.mesh.breakpoints import PDB_PROMPT, Place, Waiter
 
 PROMPT: Final = "monarch> "
@@ -278,7 +279,7 @@ def matches(spec: str, rank: int, point: dict[str, int]) -> bool:
     for part in re.split(r",(?=[^,=()]+=)", spec):
         label, _, values = part.partition("=")
         if label not in point:
-            raise ValueError(f"there is no dimension {label!r}; there are {', '.join(point) or 'none'}")
+            raise UnknownDimension("its mesh", label, point)
         values = values[1:-1] if values.startswith("(") and values.endswith(")") else values
         if not _among(values, point[label]):
             return False

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from monarch.errors import UnknownDimension
 from monarch.mesh.slice import Slice, dense_strides, natural
 
 __all__ = ["Extent", "Point", "Region", "Shape", "Slice"]
@@ -91,7 +92,7 @@ class Extent(Mapping[str, int]):
         try:
             return self._dims[label]
         except KeyError:
-            raise KeyError(f"no dimension {label!r} in {self}") from None
+            raise UnknownDimension(f"extent {self}", label, self._labels) from None
 
     def __getitem__(self, label: str) -> int:
         return self._dim(label)[1]
@@ -214,6 +215,13 @@ class _Labelled:
         return type(self), (self._labels, self._slice)
 
 
+def check_dimensions(region: _Labelled, wanted: Iterable[object], what: str = "mesh") -> None:
+    """Raises: UnknownDimension, where one that is wanted is not there."""
+    for label in wanted:
+        if label not in region._labels:
+            raise UnknownDimension(f"{what} {region.extent}", label, region._labels)
+
+
 class Region(_Labelled):
     """A view of a mesh: labels, and the slice of base ranks they name. `len` is the number of members.
 
@@ -330,8 +338,7 @@ class Shape(_Labelled):
         return shape
 
     def _dim(self, label: str) -> int:
-        if label not in self._labels:
-            raise ValueError(f"shape {self} has no label {label!r}")
+        check_dimensions(self, (label,), "shape")
         return self._labels.index(label)
 
     def __repr__(self) -> str:

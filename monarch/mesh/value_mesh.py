@@ -14,7 +14,7 @@ from textwrap import indent
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, SupportsIndex, TypeVar
 
-from monarch.mesh.shape import Extent, Point, Region, Shape, Slice
+from monarch.mesh.shape import Extent, Point, Region, Shape, Slice, check_dimensions
 from monarch.mesh.slice import natural
 from monarch.mesh.view import MeshView
 
@@ -146,13 +146,13 @@ class ValueMesh(MeshView, Generic[R]):
         """The value at these coordinates, one for each dimension; without dimensions `item()`.
 
         Raises:
-            KeyError: a dimension is missing, or the mesh lacks it.
+            UnknownDimension (a KeyError): the mesh lacks one.
+            KeyError: one is missing.
             IndexError: a coordinate is negative, or its dimension's size or more.
             TypeError: a coordinate is no integer.
         """
         labels = self._region.labels
-        if unknown := [label for label in coordinates if label not in labels]:
-            raise KeyError(f"item has extra dimensions {unknown}: the mesh has {labels}")
+        check_dimensions(self._region, coordinates)
         if missing := [label for label in labels if label not in coordinates]:
             raise KeyError(f"item needs a coordinate for each dimension, {missing} are missing")
         given = [natural(coordinates[label], f"coordinate {label!r}", IndexError) for label in labels]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from operator import index as as_int
 from typing import Any, Generic, Self, SupportsIndex, TypeVar, overload
 
-from monarch.mesh.shape import Extent, Region, Slice
+from monarch.mesh.shape import Extent, Region, Slice, check_dimensions
 from monarch.mesh.slice import dense_strides
 
 T = TypeVar("T", covariant=True)
@@ -27,12 +27,12 @@ def slice_region(region: Region, dims: Mapping[str, SupportsIndex | _PySlice]) -
     """The members at the given coordinates. An int drops its dimension, a slice keeps it, cut as a list would be.
 
     Raises:
-        TypeError: the region lacks one of the labels, or a coordinate is neither an int nor a slice.
+        UnknownDimension: the region lacks one of the labels.
+        TypeError: a coordinate is neither an int nor a slice.
         IndexError: an int is negative, or its dimension's size or more.
         ValueError: the step of a slice is not positive.
     """
-    if unknown := [label for label in dims if label not in region._labels]:
-        raise TypeError(f"mesh {region.extent} has no dimension named {', '.join(map(repr, unknown))}")
+    check_dimensions(region, dims)
     base = region._slice
     offset = base._offset
     kept: list[tuple[str, int, int]] = []
@@ -146,11 +146,11 @@ def rename_region(region: Region, names: Mapping[str, str]) -> Region:
     """Other names for dimensions: `a="b"`.
 
     Raises:
-        ValueError: the region lacks the old name, or two dimensions would have one name.
+        UnknownDimension: the region lacks the old name.
+        ValueError: two dimensions would have one name.
     """
+    check_dimensions(region, names)
     for old, new in names.items():
-        if old not in region._labels:
-            raise ValueError(f"mesh {region.extent} has no dimension {old!r} to rename")
         _check_name(new, f"{old}={new!r}")
     return split_region(region, {old: (new,) for old, new in names.items()})
 
@@ -164,16 +164,13 @@ def size_of(region: Region, dim: str | Sequence[str] | None = None) -> int:
     """Size of a dimension, product of the sizes of several, or number of all members.
 
     Raises:
-        KeyError: the region lacks the dimension.
+        UnknownDimension: the region lacks it.
     """
     if dim is None:
         return region._slice._len
-    sizes = []
-    for label in dim if isinstance(dim, list | tuple) else (dim,):
-        if label not in region._labels:
-            raise KeyError(f"mesh {region.extent} has no dimension {label!r}")
-        sizes.append(region._slice._sizes[region._labels.index(label)])
-    return math.prod(sizes)
+    labels = dim if isinstance(dim, list | tuple) else (dim,)
+    check_dimensions(region, labels)
+    return math.prod(region._slice._sizes[region._labels.index(label)] for label in labels)
 
 
 def _region(offset: int, dims: Sequence[tuple[str, int, int]]) -> Region:
@@ -215,7 +212,7 @@ class MeshView(ABC):
         An int drops its dimension, a Python slice keeps it, cut as a list would be.
 
         Raises:
-            TypeError: no such dimension.
+            UnknownDimension (a TypeError): no such dimension.
             IndexError: an int is negative, or its dimension's size or more.
             ValueError: the step of a slice is not positive.
         """
@@ -242,7 +239,8 @@ class MeshView(ABC):
         """Other names for dimensions: `mesh.rename(hosts="dp")`.
 
         Raises:
-            ValueError: no such dimension, or two would have one name.
+            UnknownDimension (a ValueError): no such dimension.
+            ValueError: two would have one name.
         """
         return self._with_region(rename_region(self._region, names))
 

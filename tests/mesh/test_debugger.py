@@ -135,7 +135,7 @@ def test_the_end_of_a_session_brings_its_terminal_back(scene, end, said):
         ("attach", "attach NAME RANK"),
         ("cast trainer p x", "cast NAME ranks(SPEC) CMD"),
         ("cast trainer ranks(a) p x", "'a' is no rank, list of ranks, or range start:stop:step"),
-        ("cast trainer ranks(racks=1) p x", "there is no dimension 'racks'; there are hosts, gpus"),
+        ("cast trainer ranks(racks=1) p x", "its mesh has no dimension 'racks'; it has hosts, gpus"),
         ("frobnicate", "unknown command 'frobnicate'; see help"),
     ],
 )

@@ -85,7 +85,7 @@ REFUSED: list[tuple[Callable[[ProcMesh, Any], Any], type[Exception], str]] = [
     (lambda p, a: p.spawn("x", Echo, 1, 2), TypeError, "Echo.*too many positional arguments"),
     (lambda p, a: get_or_spawn_controller("x", Plain), ValueError, "needs a subclass of Actor"),
     (lambda p, a: get_or_spawn_controller("x", Echo, 1, 2), TypeError, "Echo.*too many positional arguments"),
-    (lambda p, a: p.slice(gpu=0), TypeError, "no dimension named 'gpu'"),
+    (lambda p, a: p.slice(gpu=0), TypeError, "no dimension 'gpu'"),
     (lambda p, a: a.slice(gpus=2), IndexError, "gpus=2 out of range"),
     (lambda p, a: a.slice(gpus=slice(0, 2, 0)), ValueError, "gpus=.*step cannot be zero"),
     (lambda p, a: a.slice(gpus=slice("a", None)), TypeError, "gpus=.*indices must be integers"),

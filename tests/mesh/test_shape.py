@@ -277,7 +277,7 @@ def test_a_point_is_a_mapping_from_label_to_coordinate():
     assert {**point} == {"a": 1, "b": 1, "c": 1} == point
     assert (point.rank, point.extent, point.size("b"), len(point), list(point)) == (17, extent, 3, 3, ["a", "b", "c"])
     for act in (lambda: point["x"], lambda: point.size("x")):
-        with pytest.raises(KeyError, match=r"no dimension 'x' in \{'a': 2, 'b': 3"):
+        with pytest.raises(KeyError, match=r"\{'a': 2, 'b': 3, 'c': 4\} has no dimension 'x'; it has a, b, c"):
             act()
 
 

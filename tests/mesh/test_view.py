@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+import pickle
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from monarch.errors import UnknownDimension
 from monarch.mesh.shape import Extent, Region, Slice
 from monarch.mesh.view import MeshView, flatten_region, slice_region
 
@@ -119,8 +121,8 @@ def test_a_point_of_the_extent_selects_its_member():
     [
         ({"gpus": 4}, IndexError, "gpus=4 out of range"),
         ({"gpus": -1}, IndexError, "gpus=-1 out of range"),
-        ({"gpu": 0}, TypeError, "no dimension named 'gpu'"),
-        ({"gpu": 0, "gpus": 9}, TypeError, "no dimension named 'gpu'"),
+        ({"gpu": 0}, TypeError, "no dimension 'gpu'"),
+        ({"gpu": 0, "gpus": 9}, TypeError, "no dimension 'gpu'"),
         ({"gpus": "0"}, TypeError, "int or a slice"),
         ({"gpus": [0, 1]}, TypeError, "int or a slice"),
         ({"gpus": slice(None, None, -1)}, ValueError, "backwards"),
@@ -130,6 +132,23 @@ def test_a_point_of_the_extent_selects_its_member():
 def test_slice_refuses(dims, error, text):
     with pytest.raises(error, match=text):
         mesh(hosts=2, gpus=4).slice(**dims)
+
+
+@pytest.mark.parametrize(
+    ("act", "kind"),
+    [
+        (lambda m: m.slice(gpu=0), TypeError),
+        (lambda m: m.rename(gpu="x"), ValueError),
+        (lambda m: m.size("gpu"), KeyError),
+        (lambda m: m.extent["gpu"], KeyError),
+    ],
+)
+def test_a_dimension_that_is_not_there_is_refused_with_the_nearest(act, kind):
+    with pytest.raises(UnknownDimension, match=r"no dimension 'gpu'; it has hosts, gpus\. Did you mean 'gpus'") as it:
+        act(mesh(hosts=2, gpus=4))
+
+    assert isinstance(it.value, kind)
+    assert str(pickle.loads(pickle.dumps(it.value))) == str(it.value)
 
 
 def test_split_infers_one_size():

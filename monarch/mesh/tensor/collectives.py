@@ -13,6 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from monarch.core.ids import new_number
+from monarch.mesh.shape import check_dimensions
 from monarch.mesh.tensor.commands import Op
 from monarch.mesh.tensor.dispatch import refuse_wrong
 from monarch.mesh.tensor.engine import Lane, engine_of, here
@@ -31,9 +32,7 @@ Dims = str | Sequence[str] | None
 def _dims(lane: Lane, dims: Dims) -> tuple[str, ...]:
     labels = lane.region._labels
     given = labels if dims is None else (dims,) if isinstance(dims, str) else tuple(dims)
-    for dim in given:
-        if dim not in labels:
-            raise KeyError(f"the mesh of the tensor, {dict(lane.mesh.sizes)}, has no dimension {dim!r}")
+    check_dimensions(lane.region, given, "the mesh of the tensor")
     if len(set(given)) != len(given):
         raise ValueError(f"a dimension is there twice: {list(given)}")
     return given or labels
@@ -126,8 +125,7 @@ def reduce_(tensor: Tensor, dims: Dims = None, reduction: str = "sum", scatter: 
 
 def rank_tensor(mesh: ProcMesh, dim: str) -> Tensor:
     """See `ProcMesh.rank_tensor`."""
-    if dim not in mesh._region._labels:
-        raise KeyError(f"mesh {dict(mesh.sizes)} has no dimension {dim!r}")
+    check_dimensions(mesh._region, (dim,))
     lane = engine_of(mesh).lane(mesh)
     number = lane.engine.new()
     lane.append((int(Op.RANK), dim, number), here())

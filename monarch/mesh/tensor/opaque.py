@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
+from monarch.mesh.shape import check_dimensions
 from monarch.mesh.tensor.commands import Op
 from monarch.mesh.tensor.engine import engine_of, here
 from monarch.mesh.tensor.handle import Ref, Tensor
@@ -62,9 +63,7 @@ class RemoteProcessGroup:
 
     def __init__(self, dims: str | Sequence[str], mesh: ProcMesh) -> None:
         given = (dims,) if isinstance(dims, str) else tuple(dims)
-        for dim in given:
-            if dim not in mesh._region._labels:
-                raise KeyError(f"mesh {dict(mesh.sizes)} has no dimension {dim!r}")
+        check_dimensions(mesh._region, given)
         lane = engine_of(mesh).lane(mesh)
         number = lane.engine.new()
         lane.append((int(Op.GROUP), given, f"group{next(_names)}", number), here())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, cast, get_origin
 
 from monarch.core import codec
@@ -245,10 +245,12 @@ class ProcMesh(MeshView):
 
     # ---- output
 
-    async def logging_option(
+    def logging_option(
         self, stream_to_client: bool = False, aggregate_window_sec: int | None = None, level: int = logging.INFO
-    ) -> None:
+    ) -> Coroutine[Any, Any, None]:
         """How the client shows what these processes print, where it is forwarded (setting `enable_log_forwarding`).
+
+        It takes effect without an `await`, too; who awaits it knows that it has, and what went wrong.
 
         Args:
             stream_to_client: whether it shows it at all.
@@ -274,20 +276,34 @@ class ProcMesh(MeshView):
         for proc in self._procs:
             runtime.tell(proc, "log_level", level)
         asked = [runtime.request(host, "forwards", keys) for host, keys in self._by_host().items()]
-        forwarded: set[int] = set()
-        for answer in asked:
-            (keys,) = await answer
-            forwarded.update(keys)
-        ranked = zip(self._procs, self._region._slice, strict=True)
-        origins = {proc.key: Origin(self._name, rank) for proc, rank in ranked if proc.key in forwarded}
-        if origins:
-            await runtime.request(runtime.root, "show_output", origins, bool(stream_to_client), window_s)
-        if len(origins) < len(self._procs):
-            warnings.warn(
-                f"log forwarding was not enabled when {self._name!r} was spawned: its processes write to the "
-                "output of their host themselves. Call monarch.config.configure(enable_log_forwarding=True) before.",
-                stacklevel=2,
-            )
+        shown: Future[bool] = Future._pending(runtime.driver)
+
+        def show() -> None:
+            forwarded = {key for answer in asked if answer.exception(0) is None for key in answer.get(0)[0]}
+            ranked = zip(self._procs, self._region._slice, strict=True)
+            origins = {proc.key: Origin(self._name, rank) for proc, rank in ranked if proc.key in forwarded}
+            request = (runtime.root, "show_output", origins, bool(stream_to_client), window_s)
+            told = [runtime.request(*request)] if origins else []
+
+            def forwards_all() -> bool:
+                for answer in (*asked, *told):
+                    answer.get(0)
+                return len(origins) == len(self._procs)
+
+            joined(runtime, told)._on_done(lambda: shown._complete(forwards_all))
+
+        joined(runtime, asked)._on_done(show)
+
+        async def in_effect() -> None:
+            if not await shown:
+                warnings.warn(
+                    f"log forwarding was not enabled when {self._name!r} was spawned: its processes "
+                    "write to their host's output themselves. Call "
+                    "monarch.config.configure(enable_log_forwarding=True) before.",
+                    stacklevel=2,
+                )
+
+        return in_effect()
 
     async def sync_workspace(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError("sync_workspace is a method of HostMesh")

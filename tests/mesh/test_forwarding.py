@@ -493,9 +493,10 @@ def test_log_records_of_actors_say_whose_they_are(output, procs):
     ]
 
 
-def test_logging_option_merges_equal_lines_and_sets_the_level(output, procs):
+@pytest.mark.parametrize("finish", [asyncio.run, lambda it: it.close()], ids=["awaited", "not awaited"])
+def test_logging_option_merges_equal_lines_and_sets_the_level(output, procs, finish):
     talker = procs.spawn("talker", Talker)
-    asyncio.run(procs.logging_option(stream_to_client=True, aggregate_window_sec=3600, level=logging.CRITICAL))
+    finish(procs.logging_option(stream_to_client=True, aggregate_window_sec=3600, level=logging.CRITICAL))
     talker.log.call().get(LIMIT_S)
     talker.talk.call().get(LIMIT_S)
     procs.stop().get(LIMIT_S)

@@ -24,6 +24,7 @@ from struct import Struct
 from typing import Final, Protocol
 
 from monarch.core.held import NOTHING_HELD, Held, NothingHeld, on_main_thread
+from monarch.wake import OwnedFd
 
 _TAKE_OVER_S: Final = 0.010
 _ALARMS: Final = 32
@@ -343,7 +344,7 @@ class TimerAlarm:
     """By the kernel: to set it wakes nobody, and takes 1 us."""
 
     def __init__(self, libc: ctypes.CDLL, fd: int) -> None:
-        self._owned = _OwnedFd(fd)
+        self._owned = OwnedFd(fd)
         self._set = libc.timerfd_settime
 
     def set(self, after_s: float | None) -> None:
@@ -387,42 +388,3 @@ def make_driver(name: str) -> Driver:
     if name == "thread":
         return ThreadDriver()
     raise ValueError(f"link_driver is {name!r}; it can be 'caller' or 'thread'")
-
-
-class WakeFd:
-    """A descriptor that any thread can make readable, to end a poll."""
-
-    def __init__(self) -> None:
-        self._owned: _OwnedFd | None = _OwnedFd(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
-
-    def fileno(self) -> int:
-        return self._owned.fd if self._owned is not None else -1
-
-    def wake(self) -> None:
-        owned = self._owned
-        if owned is not None:
-            os.eventfd_write(owned.fd, 1)
-
-    def drain(self) -> None:
-        owned = self._owned
-        try:
-            if owned is not None:
-                os.eventfd_read(owned.fd)
-        except BlockingIOError:
-            pass
-
-    def close(self) -> None:
-        self._owned = None
-
-
-class _OwnedFd:
-    """Closed with its last reference: a thread that wakes while another closes must not write into a file that got the
-    same number meanwhile."""
-
-    __slots__ = ("fd",)
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        close(self.fd)

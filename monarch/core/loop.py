@@ -19,7 +19,8 @@ import time
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
-from monarch.core.driver import Driver, Signal, WakeFd
+from monarch.core.driver import Driver, Signal
+from monarch.wake import Wake
 
 
 class _MailboxSelector(selectors.BaseSelector):
@@ -28,7 +29,7 @@ class _MailboxSelector(selectors.BaseSelector):
     def __init__(self, signal: Signal, driver: Driver) -> None:
         self._signal, self._driver = signal, driver
         self._epoll: selectors.EpollSelector | None = None
-        self._wake: WakeFd | None = None
+        self._wake: Wake | None = None
         self.turn: Callable[[], None] = lambda: None
         self.has_ready: Callable[[], bool] = lambda: False
         self.deadline_s: float | None = None  # when `select` returns at the latest
@@ -36,7 +37,7 @@ class _MailboxSelector(selectors.BaseSelector):
     def _real(self) -> selectors.EpollSelector:
         if self._epoll is None:
             self._epoll = selectors.EpollSelector()
-            self._wake = WakeFd()
+            self._wake = Wake()
             self._epoll.register(self._wake, selectors.EVENT_READ)
         return self._epoll
 
@@ -88,7 +89,7 @@ class _MailboxSelector(selectors.BaseSelector):
         events = []
         for key, mask in self._epoll.select(timeout_s):
             if key.fileobj is self._wake:
-                self._wake.drain()
+                self._wake.clear()
             else:
                 events.append((key, mask))
         return events
@@ -96,7 +97,7 @@ class _MailboxSelector(selectors.BaseSelector):
     def _wait_on_descriptors(self, left_s: float | None) -> list[tuple[selectors.SelectorKey, int]]:
         """The user has descriptors of his own: sleep on those and on the signal; a side thread drives the links."""
         assert self._wake is not None
-        self._signal.wake = self._wake.wake
+        self._signal.wake = self._wake.set
         try:
             return self._poll_user(0 if self._signal.is_set else left_s)
         finally:

@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from monarch.core.driver import WakeFd
 from monarch.log import get_logger
 from monarch.transports import ring
+from monarch.wake import Wake
 
 if TYPE_CHECKING:
     from monarch.transports.ring import Reader
@@ -92,12 +92,12 @@ class Poller:
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._count = itertools.count()
         self._lock = threading.Lock()
-        self._wake = WakeFd()
+        self._wake = Wake()
         self._spin = Spin(_SPIN_S if len(os.sched_getaffinity(0)) > 1 else 0.0)
         self.closed = False
         self._running = 0  # the thread that runs handlers
         self._rounds = 0
-        self.register(self._wake.fileno(), lambda _: self._wake.drain())
+        self.register(self._wake.fileno(), lambda _: self._wake.clear())
 
     def register(self, fd: int, handler: Callable[[int], None], reader: Reader | None = None) -> None:
         """Call `handler(events)` whenever `fd` is readable, and with 0 when there is something for `reader`.
@@ -140,7 +140,7 @@ class Poller:
 
     def wake(self) -> None:
         """Make a running `poll` return soon, or the next one at once."""
-        self._wake.wake()
+        self._wake.set()
 
     def call_later(self, delay_s: float, action: Callable[[], None]) -> None:
         """Run `action` inside `poll`, after `delay_s`. It must not block."""
@@ -148,7 +148,7 @@ class Poller:
             heapq.heappush(self._timers, (time.monotonic() + delay_s, next(self._count), action))
             first = self._timers[0][2] is action
         if first and self._running != threading.get_ident():  # who runs handlers looks at the timers before it waits
-            self._wake.wake()
+            self._wake.set()
 
     def poll(self, timeout_s: float | None, *, eager: bool = False) -> None:
         """Wait up to `timeout_s` for something to do, and do it; `eager` when somebody waits for what comes."""

@@ -26,7 +26,6 @@ from typing import Any, Final, Protocol
 
 from attrs import define
 
-from monarch.core.driver import WakeFd
 from monarch.core.gateway import Gateway
 from monarch.errors import AuthenticationError, MonarchError
 from monarch.log import get_logger
@@ -34,6 +33,7 @@ from monarch.mesh.inspector import LIMIT_S, from_outside
 from monarch.mesh.snapshot import Snapshot
 from monarch.transports import registry
 from monarch.transports.base import Link, Listener
+from monarch.wake import Wake
 
 log = get_logger("monarch.console")
 
@@ -114,17 +114,17 @@ class Conversation:
         self._link = link
         self._unsaid: deque[dict[str, Any]] = deque()
         self._ending = False
-        self._bell = WakeFd()  # rings when there is something to say
+        self._bell = Wake()  # rings when there is something to say
 
     def say(self, facts: dict[str, Any]) -> None:
         """Never blocks."""
         self._unsaid.append(facts)
-        self._bell.wake()
+        self._bell.set()
 
     def end(self) -> None:
         """Say what is unsaid, and no more."""
         self._ending = True
-        self._bell.wake()
+        self._bell.set()
 
     def run(self, hear: Callable[[dict[str, Any]], None], source: Source | None = None) -> None:
         """Returns when either side has ended it. Reads from `source` meanwhile."""
@@ -139,7 +139,7 @@ class Conversation:
                 ready = [fd for fd, _ in poll.poll()]
                 if source is not None and source.fileno() in ready:
                     source.read()
-                self._bell.drain()
+                self._bell.clear()
                 for frame in link.recv_nowait():
                     hear(json.loads(b"".join(frame)))
                 if link.flush_nowait():

@@ -32,9 +32,9 @@ from weakref import WeakSet
 from attrs import define, field
 
 from monarch.core import settings
-from monarch.core.driver import WakeFd
 from monarch.log import get_logger
 from monarch.mesh.lines import Admission, Aggregator, Intake, Line, LineReader, Origin, Parcel, Tail, shown
+from monarch.wake import Wake
 
 log = get_logger("monarch.output")
 
@@ -126,7 +126,7 @@ class Forwarder:
         self._open: list[_Pipe] = []  # those with a partial line
         self._aggregators: WeakSet[Aggregator] = WeakSet()  # as long as a source has them
         self._lock = threading.Lock()  # over the start and the guests
-        self._bell: WakeFd  # wakes the reading thread
+        self._bell: Wake  # wakes the reading thread
         self._started = self._closed = False
 
     # ---- from any thread
@@ -247,7 +247,7 @@ class Forwarder:
                 break
             time.sleep(0.02 if done.is_set() else 0.0)
         self._closed = True
-        self._bell.wake()
+        self._bell.set()
         with self._turn:
             self._turn.notify_all()
 
@@ -259,7 +259,7 @@ class Forwarder:
                 self._start()
 
     def _start(self) -> None:
-        self._bell = WakeFd()
+        self._bell = Wake()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._bell, selectors.EVENT_READ)
         for name, run in (("monarch-output", self._read), ("monarch-show", self._show)):
@@ -268,7 +268,7 @@ class Forwarder:
 
     def _command(self, command: Callable[[], None]) -> None:
         self._commands.append(command)
-        self._bell.wake()
+        self._bell.set()
 
     def _watch(self, source: Source) -> None:
         for pipe in source.pipes:
@@ -288,7 +288,7 @@ class Forwarder:
                 ready = [key.fd for key, _ in self._selector.select(0.1 if self._overdue else None)]
             else:
                 bell.poll(100)
-            self._bell.drain()
+            self._bell.clear()
             while self._commands:
                 try:
                     self._commands.popleft()()
@@ -390,7 +390,7 @@ class Forwarder:
                 self._admission.shown(sum(job.size_bytes for job in jobs), time.monotonic())
                 self._unshown_lines -= sum(job.lines for job in jobs)
             if waited:
-                self._bell.wake()
+                self._bell.set()
             for job in jobs:
                 with _reported():
                     job.then()

@@ -87,6 +87,8 @@ class Verbs:
                 self._mover = None
             if self._mover is None:
                 self._mover = self._connect(remote, deadline_s)
+                if self._down is not None:  # meanwhile, so that nobody cut it
+                    self._mover.cut(str(self._down))
             try:
                 yield self._mover
             except (TransferError, TimeoutError):

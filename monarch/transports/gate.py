@@ -31,7 +31,7 @@ from typing import Final
 from attrs import define, field
 
 from monarch.transports.stream import NO_DESCRIPTOR, RECV_BYTES, Spare, recv_some, send_all
-from monarch.transports.wake import Wake
+from monarch.wake import Wake
 
 CONNECT, LISTEN, TAKE = 3, 4, 5
 ID_BYTES: Final = 16
@@ -109,7 +109,7 @@ class Gate:
         self._wake = Wake()
         self._spare = Spare()
         self._is_closed = False
-        self._selector.register(self._wake.fd, selectors.EVENT_READ)
+        self._selector.register(self._wake.fileno(), selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="monarch-gate", daemon=True)
         self._thread.start()
 

@@ -29,7 +29,7 @@ from attrs import define, field
 from monarch.errors import LinkSevered, NotViable
 from monarch.transports.ending import at_the_end
 from monarch.transports.stream import NO_DESCRIPTOR
-from monarch.transports.wake import Wake
+from monarch.wake import Wake
 
 _KEY_BYTES: Final = 32
 _DOOR: Final = struct.Struct(f"!H{_KEY_BYTES}s")

@@ -72,7 +72,7 @@ class Pairings:
                 self._drop(old)
         assert self.listener is not None
         try:
-            self.listener.selector.register(pair.wake.fd, selectors.EVENT_READ, lambda: self._finish(pair))
+            self.listener.selector.register(pair.wake.fileno(), selectors.EVENT_READ, lambda: self._finish(pair))
         except OSError:
             plain.close()
             pair.close()
@@ -96,7 +96,7 @@ class Pairings:
 
     def _forget(self, pair: Pair) -> socket.socket:
         if self.listener is not None:
-            self.listener.selector.unregister(pair.wake.fd)
+            self.listener.selector.unregister(pair.wake.fileno())
         return self._waiting.pop(pair)[1]
 
     def _drop(self, pair: Pair) -> None:
@@ -205,7 +205,7 @@ def completed(plain: socket.socket, pair: Pair, at: str, deadline_s: float, late
     """The link, once both ends are up. Raises: as `received`; OSError, when this process has no descriptor left."""
     received(plain, len(_READY), at, deadline_s, late)
     poll = select.poll()
-    poll.register(pair.wake.fd, select.POLLIN)
+    poll.register(pair.wake.fileno(), select.POLLIN)
     while not pair.is_up:
         if pair.is_gone:
             raise LinkSevered(f"{at} closed the connection before the link was ready")

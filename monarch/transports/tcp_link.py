@@ -38,7 +38,7 @@ from monarch.errors import LinkClosed, LinkSevered, ProtocolError, RemoteProtoco
 from monarch.transports.base import Buffer, Frame, Missing
 from monarch.transports.framing import COUNT, GOODBYE_COUNT, MARKER, MAX_PARTS, FrameDecoder, Tail, header
 from monarch.transports.stream import QUEUE_BYTES, RECV_BYTES, TURN_BYTES, discard, send_some, severed
-from monarch.transports.wake import Wake
+from monarch.wake import Wake
 
 PLAIN_BYTES: Final = 64 << 10
 """Parts of this size and above take the plain connection. From here on `Link.recv_nowait` promises writable memory,
@@ -109,7 +109,7 @@ class TcpLink:
         self._plain.setblocking(False)
         self._fd = self._epoll.fileno()
         self._epoll.register(self._pair.recv_fd, select.EPOLLIN)
-        self._epoll.register(self._pair.wake.fd, select.EPOLLIN)
+        self._epoll.register(self._pair.wake.fileno(), select.EPOLLIN)
         self._epoll.register(self._plain, self._mask)
         self._incoming = self._frames()
 
@@ -320,7 +320,7 @@ class TcpLink:
         # Nothing is there, so this wake-up may be about the end. nng notices the end of its connection only behind the
         # last message, and its pipe is gone once it has: then, and only then, has everything been received.
         for fd, events in self._epoll.poll(0):
-            if fd == self._pair.wake.fd:
+            if fd == self._pair.wake.fileno():
                 self._pair.wake.clear()
             elif fd == self._plain.fileno() and events & (select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR):
                 self._plain_has_ended = True

@@ -23,7 +23,7 @@ from monarch.transports.nng import set_options
 from monarch.transports.stream import StreamListener, severed
 from monarch.transports.tcp_link import TcpLink
 from monarch.transports.url import Url, parse
-from monarch.transports.wake import Wake
+from monarch.wake import Wake
 
 log = get_logger("monarch.tunnel")
 
@@ -88,7 +88,7 @@ class _Arrivals:
     # ---- as a socket
 
     def fileno(self) -> int:
-        return self._wake.fd
+        return self._wake.fileno()
 
     def setblocking(self, flag: bool) -> None:
         """It never blocks."""

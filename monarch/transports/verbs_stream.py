@@ -20,7 +20,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import multiprocessing
-import os
 import select
 import socket
 import threading
@@ -37,6 +36,7 @@ from monarch.transports.credits import RESERVED, Credits
 from monarch.verbs.adapter import FLUSHED, POLLED, SUCCESS, Completion, Opcode
 from monarch.verbs.node import Wire
 from monarch.verbs.registrations import register
+from monarch.wake import Wake
 
 DEPTH: Final = 64
 SLOT_BYTES: Final = 8 << 10
@@ -88,12 +88,12 @@ class VerbsStream:
         self._is_shut = False
         self._lingers = True
         self.lock = _cheap_lock()
-        self._notice = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._notice = Wake()
         self._noticed = False
         self._looks = True  # at the descriptors, when nothing has completed
         self._epoll = select.epoll()
         self._fd = self._epoll.fileno()
-        for fd in (self._queue_pair.fileno(), control.fileno(), self._notice):
+        for fd in (self._queue_pair.fileno(), control.fileno(), self._notice.fileno()):
             self._epoll.register(fd, select.EPOLLIN)
         control.setblocking(False)
         self._receives = [
@@ -284,7 +284,7 @@ class VerbsStream:
             self._wire.close()
             self._region.close()
             self._control.close()
-            os.close(self._notice)
+            self._notice.close()
 
     @property
     def _is_unconfirmed(self) -> bool:
@@ -371,7 +371,7 @@ class VerbsStream:
         """Keep the descriptor readable for as long as somebody has something to do."""
         wanted = bool(self._arrived) or self._ended or self._error is not None or (self._wants_room and self._has_room)
         if wanted and not self._noticed:
-            os.eventfd_write(self._notice, 1)
+            self._notice.set()
         elif self._noticed and not wanted:
-            os.eventfd_read(self._notice)
+            self._notice.clear()
         self._noticed = wanted

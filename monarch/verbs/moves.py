@@ -17,6 +17,7 @@ from monarch.errors import TransferError
 from monarch.verbs.adapter import REMOTE_ACCESS, SUCCESS, Completion, Opcode, Region
 from monarch.verbs.node import Node
 from monarch.verbs.registrations import register
+from monarch.wake import Wake
 
 PIECE_BYTES: Final = 1 << 20
 IN_FLIGHT: Final = 16  # no more READs than that are outstanding anyway (`max_rd_atomic`)
@@ -45,7 +46,7 @@ class Mover:
         self._bounce_view = memoryview(self._bounce)
         self.bounce = ctypes.addressof(ctypes.c_char.from_buffer(self._bounce))
         self.bounce_region: Region = register(node.device, self.bounce, BOUNCE_BYTES)
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wake = Wake()
         self._poll = select.poll()
         self._poll.register(self._queue_pair.fileno(), select.POLLIN)
         self._poll.register(self._wake, select.POLLIN)
@@ -108,7 +109,7 @@ class Mover:
         if left_s <= 0:
             raise self._fail(TimeoutError("the transfer did not end in time; its bytes are undefined"))
         ready = dict(self._poll.poll(min(left_s, _LOOK_AGAIN_S) * 1e3))
-        if self._wake in ready:
+        if self._wake.fileno() in ready:
             raise self._fail(TransferError(self.broken or "the connection was given up"))
         if ready:
             self._queue_pair.take_event()
@@ -124,9 +125,9 @@ class Mover:
     def cut(self, reason: str) -> None:
         """Give this queue pair up, also under a running transfer."""
         self.broken = self.broken or reason
-        os.eventfd_write(self._wake, 1)
+        self._wake.set()
 
     def close(self) -> None:
         self.wire.close()
         self.bounce_region.close()
-        os.close(self._wake)
+        self._wake.close()

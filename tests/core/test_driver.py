@@ -18,10 +18,10 @@ from monarch.core.driver import (
     ImmediateAlarm,
     Signal,
     ThreadDriver,
-    WakeFd,
     make_alarm,
     make_driver,
 )
+from monarch.wake import Wake
 from tests.until import until
 
 _LIMIT_S = 20.0
@@ -31,7 +31,7 @@ class Links:
     """What a driver pumps: actions that others posted, over a descriptor as the real thing."""
 
     def __init__(self) -> None:
-        self.wake_fd = WakeFd()
+        self.wake_fd = Wake()
         self.posted: deque[Callable[[], None]] = deque()
         self.pumps = 0
         self.pumping = 0
@@ -43,7 +43,7 @@ class Links:
 
     def post(self, action: Callable[[], None]) -> None:
         self.posted.append(action)
-        self.wake_fd.wake()
+        self.wake_fd.set()
 
     def pump(self, timeout_s: float | None) -> None:
         self.pumping += 1
@@ -52,7 +52,7 @@ class Links:
         self.pumps += 1
         self.entered.release()
         self._poll.poll(None if timeout_s is None else max(0.0, timeout_s) * 1e3)
-        self.wake_fd.drain()
+        self.wake_fd.clear()
         while self.posted:
             self.by.append(threading.get_ident())
             self.posted.popleft()()
@@ -67,7 +67,7 @@ def links() -> Links:
 @pytest.fixture(params=["caller", "thread"])
 def driver(request: pytest.FixtureRequest, links: Links) -> Iterator[CallerDriver | ThreadDriver]:
     made = make_driver(request.param)
-    made.start(links.pump, links.wake_fd.wake, "test")
+    made.start(links.pump, links.wake_fd.set, "test")
     yield made  # type: ignore[misc]
     made.stop()
     assert not made.thread.is_alive()  # type: ignore[attr-defined]
@@ -78,7 +78,7 @@ def driver(request: pytest.FixtureRequest, links: Links) -> Iterator[CallerDrive
 @pytest.fixture
 def caller(links: Links) -> Iterator[CallerDriver]:
     made = CallerDriver()
-    made.start(links.pump, links.wake_fd.wake, "test")
+    made.start(links.pump, links.wake_fd.set, "test")
     yield made
     made.stop()
     assert not made.thread.is_alive()
@@ -391,31 +391,6 @@ def test_an_exception_in_a_wait_does_not_keep_the_lead(caller: CallerDriver, lin
     assert caller.wait(after, _LIMIT_S)
 
 
-def test_a_wake_after_the_close_touches_no_descriptor() -> None:
-    fd = WakeFd()
-    fd.wake()
-    fd.drain()
-    fd.drain()
-    number = fd.fileno()
-    fd.close()
-    fd.close()
-    fd.wake()
-    fd.drain()
-
-    assert fd.fileno() == -1
-    with pytest.raises(OSError):
-        os.fstat(number)
-
-
-def test_a_descriptor_in_use_is_not_closed_under_the_thread_that_wakes() -> None:
-    fd = WakeFd()
-    held = fd._owned  # what a thread inside `wake` holds
-    assert held is not None
-    fd.close()
-    os.fstat(held.fd)
-    os.eventfd_write(held.fd, 1)
-
-
 def test_an_alarm_rings_when_it_was_set_last() -> None:
     alarm = make_alarm()
     rang = threading.Event()
@@ -440,7 +415,7 @@ def test_the_side_thread_leads_after_a_rest_whatever_wakes_it(
 ) -> None:
     monkeypatch.setattr("monarch.core.driver.make_alarm", make)
     driver = CallerDriver()
-    driver.start(links.pump, links.wake_fd.wake, "test")
+    driver.start(links.pump, links.wake_fd.set, "test")
     for _ in range(3):
         signal = Signal()
         waiter = _start(lambda signal=signal: driver.wait(signal, _LIMIT_S))  # type: ignore[misc]

@@ -144,9 +144,9 @@ def test_without_descriptors_one_who_dials_is_turned_away(gate: Gate, monkeypatc
 
 def test_what_comes_after_the_end_is_closed_and_no_foreign_descriptor_is_written() -> None:
     gate = Gate()
+    number = gate._wake.fileno()
     gate.close()
     gate._thread.join(10)
-    number = gate._wake.fd
     foreign = os.eventfd(0, os.EFD_NONBLOCK)
     if foreign != number:
         os.dup2(foreign, number)

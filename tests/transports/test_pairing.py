@@ -14,7 +14,7 @@ from attrs import define, field
 from monarch.transports import pairing
 from monarch.transports.nng import Pair, _End
 from monarch.transports.pairing import Pairings
-from monarch.transports.wake import Wake
+from monarch.wake import Wake
 
 FULL = OSError(errno.EMFILE, "Too many open files")
 

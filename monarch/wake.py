@@ -1,0 +1,45 @@
+"""A wake-up for a thread that polls descriptors, and descriptors that close with their last reference."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+
+class Wake:
+    """A descriptor that any thread can make readable, to end a poll. A closed one does nothing."""
+
+    def __init__(self) -> None:
+        self._owned: OwnedFd | None = OwnedFd(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
+
+    def fileno(self) -> int:
+        return self._owned.fd if self._owned is not None else -1
+
+    def set(self) -> None:
+        owned = self._owned
+        if owned is not None:
+            os.eventfd_write(owned.fd, 1)
+
+    def clear(self) -> None:
+        owned = self._owned
+        try:
+            if owned is not None:
+                os.eventfd_read(owned.fd)
+        except BlockingIOError:
+            pass
+
+    def close(self) -> None:
+        self._owned = None
+
+
+class OwnedFd:
+    """Closed with its last reference: a thread that uses it while another closes must not touch a file that got the
+    same number meanwhile."""
+
+    __slots__ = ("fd",)
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        close(self.fd)

@@ -80,6 +80,21 @@ class Boot:
         return pickle.dumps(self, 5)
 
 
+@define(frozen=True)
+class Start:
+    """A process, for whoever starts it.
+
+    Attributes:
+        on_exit: hears once of its end.
+        output: descriptors that are its standard output and error; None: those of this process.
+    """
+
+    request: LaunchRequest
+    boot: Boot
+    on_exit: Callable[[Exit], None]
+    output: tuple[int, int] | None = None
+
+
 class Running(Protocol):
     """A process that was started."""
 
@@ -95,15 +110,7 @@ class Running(Protocol):
 class Starter(Protocol):
     """How processes are started: real ones by a `Launcher`, or as threads of this one."""
 
-    def start(
-        self,
-        requests: list[LaunchRequest],
-        boots: list[Boot],
-        on_exit: list[Callable[[Exit], None]],
-        outputs: list[tuple[int, int] | None],
-    ) -> Any:
-        """Start processes whose standard output and error are the `outputs`; None: those of this process."""
-        ...
+    def start(self, starts: Sequence[Start]) -> Sequence[Running]: ...
 
     def close(self, timeout_s: float) -> None: ...
 
@@ -130,20 +137,13 @@ class ProcessStarter:
         self.launcher = Launcher(preload=[*_PRELOAD, *modules, *(m for s in schemes for m in _PRELOAD_FOR.get(s, ()))])
         self._loop.add_pollable(self.launcher.fileno(), self.launcher.pump)
 
-    def start(
-        self,
-        requests: list[LaunchRequest],
-        boots: list[Boot],
-        on_exit: list[Callable[[Exit], None]],
-        outputs: list[tuple[int, int] | None],
-    ) -> Any:
+    def start(self, starts: Sequence[Start]) -> Sequence[Running]:
         specs = []
-        for request, boot, output in zip(requests, boots, outputs, strict=True):
-            env = {**os.environ, **request.env}
-            specs.append(
-                LaunchSpec(request.title, "monarch.mesh.child:main", boot.encode(), env, request.command, output)
-            )
-        return self.launcher.launch_all(specs, on_exit, self._preload())
+        for each in starts:
+            request, env = each.request, {**os.environ, **each.request.env}
+            target = "monarch.mesh.child:main"
+            specs.append(LaunchSpec(request.title, target, each.boot.encode(), env, request.command, each.output))
+        return self.launcher.launch_all(specs, [each.on_exit for each in starts], self._preload())
 
     def _preload(self) -> tuple[str, ...]:
         """The setting, as of now. A template that is up is not made to load torch unless that is asked for: programs
@@ -235,10 +235,8 @@ class HostAgent:
         runtime = self._runtime
         config = settings.export() if self.config is None else self.config
         ways = dict(runtime.gateway.ways.secrets)
-        boots: list[Boot] = []
-        on_exit: list[Callable[[Exit], None]] = []
-        outputs: list[tuple[int, int] | None] = []
-        launched = []
+        starts: list[Start] = []
+        launched: list[_Launched] = []
         for request in requests:
             proc = evolve(request.proc, keeper=runtime.proc_id)
             runtime.launch(proc)
@@ -251,13 +249,12 @@ class HostAgent:
             where = (runtime.root, scheme, self._listen, runtime.secret, ways, gate, self.path)
             output = None if request.origin is None else self._outputs.open(proc.key, request.origin)
             facts = (*where, config, request.gated, None if output is None else request.origin)
-            boots.append(Boot(proc, *facts, actor_config.prefix_python_logs_with_actor))
-            on_exit.append(partial(self._outputs.ended, proc.key, partial(self._on_exit, proc, each)))
-            outputs.append(output)
-        children = self._starter.start(requests, boots, on_exit, outputs)
+            boot = Boot(proc, *facts, actor_config.prefix_python_logs_with_actor)
+            on_exit = partial(self._outputs.ended, proc.key, partial(self._on_exit, proc, each))
+            starts.append(Start(request, boot, on_exit, output))
         limit_s = settings.get("mesh_proc_spawn_max_idle")
-        for each, child in zip(launched, children, strict=True):
-            each.running = child
+        for each, running in zip(launched, self._starter.start(starts), strict=True):
+            each.running = running
         runtime.gateway.call_later(limit_s, lambda: self._end_the_silent(launched, limit_s))
 
     def residents(self) -> list[Resident]:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from attrs import define
 
 from monarch.launch.launcher import Exit
 from monarch.mesh.child import start
 from monarch.mesh.context import ActorInstance
-from monarch.mesh.host import Boot, LaunchRequest
+from monarch.mesh.host import Boot, LaunchRequest, Start
 from monarch.mesh.mesh_proc import MeshProc
 
 
@@ -61,15 +61,9 @@ class ThreadStarter:
         self._keeper = keeper
         self._groups: list[ThreadGroup] = []
 
-    def start(
-        self,
-        requests: list[LaunchRequest],
-        boots: list[Boot],
-        on_exit: list[Callable[[Exit], None]],
-        outputs: list[tuple[int, int] | None],
-    ) -> list[ThreadGroup]:
+    def start(self, starts: Sequence[Start]) -> list[ThreadGroup]:
         """What threads of this process print is printed by this process."""
-        groups = [self._start(*each) for each in zip(requests, boots, on_exit, strict=True)]
+        groups = [self._start(each.request, each.boot, each.on_exit) for each in starts]
         self._groups = [g for g in self._groups if not g._over] + groups
         return groups
 

@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NoReturn
 
 from attrs import define, evolve, field
@@ -26,10 +26,9 @@ from monarch.core.monitor import Down
 from monarch.core.poller import Poller
 from monarch.core.protocol import Hello
 from monarch.errors import ProtocolError, TransportError
-from monarch.launch.launcher import Exit
 from monarch.log import get_logger, show_what_was_asked_for
 from monarch.mesh.forwarding import Forwarder
-from monarch.mesh.host import Boot, HostAgent, LaunchRequest, ProcessStarter
+from monarch.mesh.host import HostAgent, ProcessStarter, Running, Start
 from monarch.mesh.inspector import Collector
 from monarch.mesh.lines import Parcel
 from monarch.mesh.mesh_proc import MeshProc
@@ -64,14 +63,8 @@ class _Shared:
     def __init__(self, starter: ProcessStarter) -> None:
         self._starter = starter
 
-    def start(
-        self,
-        requests: list[LaunchRequest],
-        boots: list[Boot],
-        on_exit: list[Callable[[Exit], None]],
-        outputs: list[tuple[int, int] | None],
-    ) -> Any:
-        return self._starter.start(requests, boots, on_exit, outputs)
+    def start(self, starts: Sequence[Start]) -> Sequence[Running]:
+        return self._starter.start(starts)
 
     def close(self, timeout_s: float) -> None:
         """It is the worker's."""

@@ -212,6 +212,11 @@ class ActorMesh(MeshView, Generic[A]):
                 for key, _ in self._targets if only is None else (self._targets[only],):
                     runtime.room.wait(key, self._number, sender, self._name)
 
+    def _call_for_tensors(self, endpoint: Endpoint[Any, Any], args: Any, kwargs: Any) -> Any:
+        from monarch.mesh.tensor import interop
+
+        return interop.rref(endpoint, args, kwargs)
+
     def _found_routes(self, runtime: MeshProc, parts: list[Any]) -> Routes:
         """How such a cast from that process reaches the members."""
         known = self._routes

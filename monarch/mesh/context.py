@@ -119,9 +119,7 @@ class Spawner(Sender):
 
     def spawn_tensor_engine(self, proc_mesh: ProcMesh) -> ProcMesh:
         """Start the workers for distributed tensors now, and not with the first `activate()`. Returns the mesh."""
-        from monarch.mesh.tensor import engine
-
-        engine.engine_of(proc_mesh)
+        proc_mesh._spawn_tensor_workers()
         return proc_mesh
 
     def __str__(self) -> str:

@@ -362,9 +362,7 @@ class Endpoint(Generic[P, R]):
 
         The shapes come from the endpoint's `propagate`. Needs torch, and actors on all processes of the active mesh.
         """
-        from monarch.mesh.tensor import interop
-
-        result: R = interop.rref(self, args, kwargs)
+        result: R = self._mesh._call_for_tensors(self, args, kwargs)
         return result
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -229,6 +229,11 @@ class ProcMesh(MeshView):
 
         return dispatch.activate(self)
 
+    def _spawn_tensor_workers(self) -> None:
+        from monarch.mesh.tensor import engine
+
+        engine.engine_of(self)
+
     def rank_tensor(self, dim: str) -> Tensor:
         """A distributed tensor that holds each process's coordinate.
 

@@ -8,7 +8,7 @@ to a *worker* actor on each process, which holds the shards by their numbers. No
 |---|---|
 | `metadata`, `propagation` | what shape and dtype the results of an operator have; cached by operator and metadata |
 | `handle` | what a distributed tensor is on the controller, and when its shards are freed |
-| `dispatch` | which operators go to the mesh, and which uses of tensors are wrong |
+| `dispatch`, `usage` | which operators go to the mesh; which uses of tensors are wrong |
 | `engine` | numbering, batching, how far the controller may run ahead, and what becomes of failures |
 | `commands` | the words that controller and workers have in common |
 | `worker`, `slots` | running commands; values that threads and processes hand over |
@@ -26,3 +26,8 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         "distributed tensors need torch, which is not installed: pip install 'monarch-actors[torch]'", name="torch"
     ) from None
+
+# The modules at the top give those below them what they need: how operators are issued, the verbs of tensors, and how
+# endpoints take them.
+from monarch.mesh.tensor import collectives as collectives
+from monarch.mesh.tensor import interop as interop

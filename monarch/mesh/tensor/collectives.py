@@ -65,7 +65,7 @@ def _issue(tensor: Tensor, reduction: Reduction, target: int, result: int) -> No
     engine = lane.engine
     if engine.recorder is not None:
         engine.recorder.uses([tensor._ref])
-    stack = here(4)
+    stack = here(3)
     number = lane.append((int(Op.REDUCE), tensor._ref.number, reduction, target, result), stack)
     engine.remember(lane.number, number, stack)
 
@@ -144,8 +144,7 @@ def slice_mesh(tensors: Any, **dims: Any) -> Any:
         if type(tensor) is not Tensor:
             return tensor
         ref = tensor._ref
-        with ref.place.stream.activate():
-            refuse_wrong("slice_mesh", [tensor], grad=False)
+        refuse_wrong("slice_mesh", [tensor], grad=False, stream=ref.place.stream)
         mesh = ref.place.lane.mesh.slice(**dims)
         lane = ref.place.lane.engine.lane(mesh)
         return Tensor(Ref(ref.number, lane.place(ref.place.stream), ref.meta, ref))
@@ -189,7 +188,7 @@ def to_mesh(tensors: Any, mesh: ProcMesh, stream: Stream | None = None) -> Any:
             sender = source.region._slice.nditem([at[label] for label in labels])
             slot = receives[base] = new_number()
             sends.setdefault(sender, []).append((base, slot))
-        stack = here(6)
+        stack = here(3)
         source.append((int(Op.SEND), tensor._ref.number, sends), stack)
         number = engine.new()
         target.append((int(Op.RECEIVE), receives, number), stack)
@@ -197,3 +196,7 @@ def to_mesh(tensors: Any, mesh: ProcMesh, stream: Stream | None = None) -> Any:
         return Tensor(Ref(number, target.place(stream or place.stream), meta))
 
     return pytree.tree_map(moved, tensors)
+
+
+for _verb in (reduce, reduce_, to_mesh, slice_mesh):
+    setattr(Tensor, _verb.__name__, _verb)

@@ -20,11 +20,12 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from monarch.mesh.tensor.commands import Hole
-from monarch.mesh.tensor.engine import Lane, Place, engine_of, forget_templates, next_number
-from monarch.mesh.tensor.errors import format_stack, stack_of
-from monarch.mesh.tensor.handle import Ref, Tensor, refused
+from monarch.mesh.tensor.engine import Place, engine_of, forget_templates, next_number
+from monarch.mesh.tensor.errors import stack_of
+from monarch.mesh.tensor.handle import Ref, Tensor, operators_are_issued_by
 from monarch.mesh.tensor.propagation import Plan, plan
-from monarch.mesh.tensor.streams import get_active_stream
+from monarch.mesh.tensor.streams import Stream, get_active_stream
+from monarch.mesh.tensor.usage import refuse
 
 if TYPE_CHECKING:
     from monarch.mesh.proc_mesh import ProcMesh
@@ -311,37 +312,16 @@ def _complete(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     return kwargs
 
 
-def refuse_wrong(what: Any, tensors: Sequence[Any], mutated: Sequence[Any] = (), *, grad: bool = True) -> None:
-    """Raises: TypeError, with a reason for each argument that is wrong. `grad`: whether autograd may follow."""
-    handles = [tensor for tensor in tensors if type(tensor) is Tensor]
-    lanes = [tensor._ref.place.lane for tensor in handles]
-    mesh = active_mesh()
-    lane = next((each for each in lanes if mesh is not None and each.mesh == mesh), lanes[0] if lanes else None)
-    reasons = []
-    for at, tensor in enumerate(tensors):
-        reason = _wrong(tensor, lane, any(tensor is each for each in mutated), grad)
-        if reason:
-            reasons.append(f"  tensor {at}, of shape {tuple(tensor.shape)}: {reason}")
-    if reasons:
-        lines = "\n".join(reasons)
-        refused.error = TypeError(f"Incorrect arguments to monarch operation {what}:\n{lines}")
-        raise refused.error
+def refuse_wrong(
+    what: Any,
+    tensors: Sequence[Any],
+    mutated: Sequence[Any] = (),
+    *,
+    grad: bool = True,
+    stream: Stream | None = None,
+) -> None:
+    """See `usage.refuse`. `stream`: the active one, where not given."""
+    refuse(what, tensors, mutated, mesh=active_mesh(), stream=stream or get_active_stream(), grad=grad)
 
 
-def _wrong(tensor: Any, lane: Lane | None, mutated: bool, grad: bool) -> str:
-    if type(tensor) is not Tensor:
-        return "LOCAL_TENSOR: a tensor of this process alone; send it to the workers by a remote function"
-    ref = tensor._ref
-    if lane is not None and ref.place.lane is not lane:
-        return f"WRONG_MESH: it is on {dict(tensor.mesh.sizes)}, others are on {dict(lane.mesh.sizes)}; use to_mesh"
-    if (dropped := ref.dropped_at()) is not None:
-        return f"DROPPED: its shards were freed here:\n{format_stack(dropped)}"
-    if ref.place.stream is not get_active_stream():
-        return f"WRONG_STREAM: it belongs to {ref.place.stream}, active is {get_active_stream()}; borrow it"
-    if ref.mutably or (mutated and ref.borrowed):
-        return "BORROWED: another stream has borrowed it; drop the borrow first"
-    if mutated and ref.borrow is not None and not ref.borrow.mutable:
-        return "MUTATING_BORROW: it was borrowed without mutable=True"
-    if not grad and tensor.requires_grad and torch.is_grad_enabled():
-        return "REQUIRES_GRAD: autograd cannot follow here; use detach(), torch.no_grad() or grad_function"
-    return ""
+operators_are_issued_by(dispatch)

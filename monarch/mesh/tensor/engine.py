@@ -91,6 +91,14 @@ class Lane:
         self._sent: deque[_Sent] = deque()
         self.places: dict[Stream, Place] = {}
 
+    def worker_at(self, coordinates: dict[str, int]) -> Any:
+        """One worker, as a mesh of no dimensions. Coordinates that are not given are 0.
+
+        Raises:
+            TypeError, IndexError: the mesh has no such dimension, or it is smaller.
+        """
+        return self.workers.slice(**{**dict.fromkeys(self.region._labels, 0), **coordinates})
+
     def place(self, stream: Stream) -> Place:
         found = self.places.get(stream)
         if found is None:
@@ -196,9 +204,7 @@ class Engine:
     """The workers of a mesh, for one controller."""
 
     def __init__(self, root: ProcMesh) -> None:
-        from monarch.mesh.tensor import interop
-
-        interop.install()
+        _prepare()
         _engines.add(self)
         self.root = root
         self.owner = context().actor_instance
@@ -383,8 +389,15 @@ class Engine:
 
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+_prepare: Callable[[], None]
 _numbers = itertools.count(1)
 """Of lanes, templates, functions and graphs: one series for all of them."""
+
+
+def engines_are_prepared_by(prepare: Callable[[], None]) -> None:
+    """What this process needs before its first engine."""
+    global _prepare
+    _prepare = prepare
 
 
 def next_number() -> int:

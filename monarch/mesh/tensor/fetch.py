@@ -8,19 +8,8 @@ from torch.utils import _pytree as pytree
 
 from monarch.core.future import Future
 from monarch.mesh.tensor.dispatch import plain_torch, refuse_wrong
-from monarch.mesh.tensor.engine import Lane
 from monarch.mesh.tensor.handle import Tensor
-
-
-def worker_of(lane: Lane, shard: dict[str, int] | None, coordinates: dict[str, int]) -> Any:
-    """One worker of a lane, as a mesh of no dimensions: that at the coordinates, or the first.
-
-    Raises:
-        TypeError, IndexError: the mesh has no such dimension, or it is smaller.
-    """
-    wanted = {**(shard or {}), **coordinates}
-    at = {label: wanted.pop(label, 0) for label in lane.region._labels}
-    return lane.workers.slice(**at, **wanted)
+from monarch.mesh.tensor.remote import call_on_shard_and_fetch
 
 
 def fetch_shard(
@@ -39,19 +28,16 @@ def fetch_shard(
         The future: RemoteException, when it could not be computed; DeviceException, when a worker is gone.
     """
     if preprocess is not None:
-        from monarch.mesh.tensor.remote import call_on_shard_and_fetch
-
         return call_on_shard_and_fetch(preprocess, obj, shard={**(shard or {}), **coordinates})
     leaves, spec = pytree.tree_flatten(obj)
     places = [at for at, leaf in enumerate(leaves) if type(leaf) is Tensor]
     tensors = [leaves[at] for at in places]
     if not tensors:
         return Future._completed(obj)
-    with tensors[0]._ref.place.stream.activate():
-        refuse_wrong("fetch_shard", tensors)
+    refuse_wrong("fetch_shard", tensors, stream=tensors[0]._ref.place.stream)
     lane = tensors[0]._ref.place.lane
     engine = lane.engine
-    worker = worker_of(lane, shard, coordinates)
+    worker = lane.worker_at({**(shard or {}), **coordinates})
     engine.flush_to_ask()
 
     def arrange(answer: Any) -> Any:

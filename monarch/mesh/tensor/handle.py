@@ -118,9 +118,7 @@ class Tensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        from monarch.mesh.tensor.dispatch import dispatch
-
-        return dispatch(func, args, kwargs or {})
+        return _issue(func, args, kwargs or {})
 
     @property
     def mesh(self) -> ProcMesh:
@@ -139,38 +137,24 @@ class Tensor(torch.Tensor):
         """Free the shards now. Later use is a TypeError that names this line."""
         self._ref.drop(stack_of(sys._getframe(1)))
 
-    def reduce(
-        self,
-        dims: Any = None,
-        reduction: str = "sum",
-        scatter: bool = False,
-        mesh: Any = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """See `monarch.reduce`."""
-        from monarch.mesh.tensor.collectives import reduce
+    if TYPE_CHECKING:  # module `collectives` puts these here
 
-        return reduce(self, dims, reduction, scatter, mesh, out)
+        def reduce(
+            self,
+            dims: Any = None,
+            reduction: str = "sum",
+            scatter: bool = False,
+            mesh: Any = None,
+            out: Tensor | None = None,
+        ) -> Tensor: ...
 
-    def reduce_(self, dims: Any = None, reduction: str = "sum", scatter: bool = False, mesh: Any = None) -> Tensor:
-        """See `monarch.reduce_`."""
-        from monarch.mesh.tensor.collectives import reduce_
+        def reduce_(
+            self, dims: Any = None, reduction: str = "sum", scatter: bool = False, mesh: Any = None
+        ) -> Tensor: ...
 
-        return reduce_(self, dims, reduction, scatter, mesh)
+        def to_mesh(self, mesh: ProcMesh, stream: Stream | None = None) -> Tensor: ...
 
-    def to_mesh(self, mesh: ProcMesh, stream: Stream | None = None) -> Tensor:
-        """See `monarch.to_mesh`."""
-        from monarch.mesh.tensor.collectives import to_mesh
-
-        moved: Tensor = to_mesh(self, mesh, stream)
-        return moved
-
-    def slice_mesh(self, **dims: Any) -> Tensor:
-        """See `monarch.slice_mesh`."""
-        from monarch.mesh.tensor.collectives import slice_mesh
-
-        part: Tensor = slice_mesh(self, **dims)
-        return part
+        def slice_mesh(self, **dims: Any) -> Tensor: ...
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if not self.is_leaf:
@@ -199,3 +183,12 @@ def handles(leaves: Iterable[Any], place: Place, first: int) -> list[Any]:
     """`leaves` with a tensor for each Meta, numbered from `first` on."""
     numbers = itertools.count(first)
     return [Tensor(Ref(next(numbers), place, leaf)) if isinstance(leaf, Meta) else leaf for leaf in leaves]
+
+
+_issue: Callable[[Any, Any, dict[str, Any]], Any]
+
+
+def operators_are_issued_by(issue: Callable[[Any, Any, dict[str, Any]], Any]) -> None:
+    """What becomes of operators on handles where no mesh is active."""
+    global _issue
+    _issue = issue

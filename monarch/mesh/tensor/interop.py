@@ -25,7 +25,7 @@ from monarch.mesh.endpoint import describe_call
 from monarch.mesh.port import FailFastReply
 from monarch.mesh.tensor.commands import Failure, Op
 from monarch.mesh.tensor.dispatch import active_mesh, active_place, refuse_wrong
-from monarch.mesh.tensor.engine import Lane, here
+from monarch.mesh.tensor.engine import Lane, engines_are_prepared_by, here
 from monarch.mesh.tensor.handle import Tensor, handles
 from monarch.mesh.tensor.metadata import Meta
 from monarch.mesh.tensor.remote import lift
@@ -53,9 +53,12 @@ def _encoding(keys: Sequence[int]) -> Iterator[None]:
 
 
 def install() -> None:
-    """Let endpoints take distributed tensors. Called with the first workers."""
+    """Let endpoints take distributed tensors."""
     endpoints.around_encoding = _encoding
     codec.register(Tensor, _reduce)
+
+
+engines_are_prepared_by(install)
 
 
 def _reduce(tensor: Tensor, outbox: Any) -> Any:

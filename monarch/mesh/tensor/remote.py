@@ -19,7 +19,6 @@ from monarch.mesh.shape import Point
 from monarch.mesh.tensor.commands import Function, Hole, Op
 from monarch.mesh.tensor.dispatch import active_place, plain_torch, refuse_wrong
 from monarch.mesh.tensor.engine import Engine, Lane, Place, here
-from monarch.mesh.tensor.fetch import worker_of
 from monarch.mesh.tensor.handle import Tensor, handles
 from monarch.mesh.tensor.metadata import Meta
 from monarch.mesh.tensor.worker import propagated
@@ -125,7 +124,7 @@ class Remote(Generic[P, R]):
         """A worker runs it on tensors without memory."""
         engine = lane.engine
         engine.flush()
-        future = worker_of(lane, None, {}).propagate.call_one(function, [bytes(part) for part in parts], metas)
+        future = lane.worker_at({}).propagate.call_one(function, [bytes(part) for part in parts], metas)
         return engine.ask(future, lambda answer: answer).get()
 
     # ---- as endpoints are called
@@ -212,4 +211,4 @@ def call_on_shard_and_fetch(
     """
     each = function if isinstance(function, Remote) else Remote(function)
     engine, lane, call = each._prepared(args, kwargs, None)
-    return each._on_one(engine, worker_of(lane, shard, {}), call)
+    return each._on_one(engine, lane.worker_at(shard or {}), call)

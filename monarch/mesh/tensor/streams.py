@@ -19,6 +19,7 @@ from typing import Any
 from monarch.mesh.tensor.commands import Op
 from monarch.mesh.tensor.errors import stack_of
 from monarch.mesh.tensor.handle import Ref, Tensor
+from monarch.mesh.tensor.usage import refuse
 
 
 class Stream:
@@ -45,15 +46,12 @@ class Stream:
             RuntimeError: it is borrowed already, and one of both borrows is mutable.
             TypeError: it is local, or was dropped.
         """
-        from monarch.mesh.tensor.dispatch import refuse_wrong
-
         if type(tensor) is not Tensor:
             raise TypeError(f"only distributed tensors are borrowed, not {type(tensor).__name__}")
         ref = tensor._ref
         if ref.mutably or (mutable and ref.borrowed):
             raise RuntimeError("Tensor cannot be borrowed: it is borrowed already, and two may not write to it")
-        with ref.place.stream.activate():
-            refuse_wrong("borrow", [tensor])
+        refuse("borrow", [tensor], mesh=None, stream=ref.place.stream)
         lane = ref.place.lane
         number = lane.engine.new()
         lane.append((int(Op.ALIAS), ref.number, number), stack_of(sys._getframe(1)))

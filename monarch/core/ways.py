@@ -20,12 +20,12 @@ class Ways:
 
     _own: Transport  # instead of the registry's for its scheme
     secrets: dict[str, bytes] = field(factory=dict)
-    gate: str = ""
+    proxy: str = ""
     """Where another process listens through which this one, which nobody can dial, reaches the network."""
 
     def transport(self, url: str) -> Transport:
-        if self.gate and not stays_on_host(url):
-            return registry.through(self.gate)
+        if self.proxy and not stays_on_host(url):
+            return registry.through(self.proxy)
         return self._own if parse(url).scheme == self._own.scheme else registry.for_url(url)
 
     def join(self, url: str, secret: bytes) -> Place:

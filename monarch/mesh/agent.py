@@ -4,7 +4,7 @@ A SPAWN message is `[SpawnInfo, *body]`. The info is decoded here, on the drivin
 user's; the body is the encoded (class, args, kwargs), which the actor's own thread decodes, so that a slow import
 delays nobody.
 
-A process may have a gate: while a bootstrap function runs in it, which came first, other actors are not made yet.
+Where a process has a bootstrap function, an actor of its own runs that: the setup. Others are made once it is through.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class SpawnInfo:
     proc_mesh: ProcMesh
     owner: ActorId
     creator: CreatorInstance
-    opens_gate: bool = False
+    is_setup: bool = False
 
 
 class ProcAgent:
@@ -58,9 +58,9 @@ class ProcAgent:
     def __init__(self, runtime: MeshProc) -> None:
         self._runtime = runtime
         self.on_end: Callable[[], None] = lambda: None
-        self._gate: list[Envelope] | None = None
+        self._behind_setup: list[Envelope] | None = None  # actors that are made after it; None: it is through
         self._unprepared: Down | None = None  # the bootstrap function failed: no actor of others is made any more
-        self._gate_lock = threading.RLock()  # the setup actor's thread opens, the driving thread adds
+        self._setup_lock = threading.RLock()  # the setup's thread is through, the driving thread adds
         self._stopping_all = False
         self._unheard: set[int] = set()  # actors that have failed, and whose owner has not heard of it for sure
         self._end_lock = threading.Lock()
@@ -71,29 +71,29 @@ class ProcAgent:
 
     # ---- spawning
 
-    def close_gate(self) -> None:
-        """Make no actors from now on but those that this process spawns on itself, until a `SpawnInfo.opens_gate`."""
-        self._gate = []
+    def await_setup(self) -> None:
+        """Make no actors but the setup, and those that this process spawns on itself, until `setup_ended`."""
+        self._behind_setup = []
 
-    def open_gate(self, down: Down | None) -> None:
-        """The bootstrap function is through; with `down` it failed, and so do the actors that waited or come later."""
-        with self._gate_lock:
+    def setup_ended(self, down: Down | None) -> None:
+        """With `down` the bootstrap function failed, and so do the actors that waited or come later."""
+        with self._setup_lock:
             self._unprepared = down
-            waiting, self._gate = self._gate or [], None
+            waiting, self._behind_setup = self._behind_setup or [], None
             for envelope in waiting:
                 self._make(envelope, down)
 
     def expects(self, number: int) -> bool:
-        """Whether an actor of that number waits at the gate."""
-        return any(envelope.dst_actor == number for envelope in self._gate or ())
+        """Whether an actor of that number waits for the setup."""
+        return any(envelope.dst_actor == number for envelope in self._behind_setup or ())
 
     def _on_spawn(self, envelope: Envelope) -> None:
         own = envelope.src_proc == self._runtime.key
-        with self._gate_lock:
-            if self._gate is not None and not own:
+        with self._setup_lock:
+            if self._behind_setup is not None and not own:
                 info: SpawnInfo = codec.decode(envelope.parts[:1])
-                if not info.opens_gate:
-                    self._gate.append(envelope)
+                if not info.is_setup:
+                    self._behind_setup.append(envelope)
                     return
             down = None if own else self._unprepared
         self._make(envelope, down)
@@ -111,7 +111,7 @@ class ProcAgent:
         rank = Point(envelope.rank, info.proc_mesh._region.extent)
         actor_id = ActorId(runtime.proc_id, number, info.name)
         instance = ActorInstance(
-            runtime, actor_id, info.name, info.class_name, rank, info.proc_mesh, info.creator, info.opens_gate
+            runtime, actor_id, info.name, info.class_name, rank, info.proc_mesh, info.creator, info.is_setup
         )
         behavior = ActorBehavior(instance, list(envelope.parts[1:]), lambda down: release_owned(instance, down))
         instance.owner_key = info.owner.proc.key
@@ -125,7 +125,7 @@ class ProcAgent:
             stack_signal.name_thread(instance.member)
             instance.run(behavior)
 
-        run = run_on_thread if info.opens_gate else runtime.run_actor  # the main thread is for the user's actors
+        run = run_on_thread if info.is_setup else runtime.run_actor  # the main thread is for the user's actors
         try:
             run(ACTOR_THREAD + info.name, live)
         except Exception as error:  # the system gives no more threads: nobody shall wait for this actor
@@ -170,10 +170,10 @@ class ProcAgent:
     def _on_stop_actor(self, envelope: Envelope, number: int, reason: str) -> None:
         runtime = self._runtime
         down = Down("stopped", reason)
-        with self._gate_lock:
-            waiting = [spawn for spawn in self._gate or () if spawn.dst_actor == number]
-            if waiting and self._gate is not None:
-                self._gate = [spawn for spawn in self._gate if spawn.dst_actor != number]
+        with self._setup_lock:
+            waiting = [spawn for spawn in self._behind_setup or () if spawn.dst_actor == number]
+            if waiting and self._behind_setup is not None:
+                self._behind_setup = [spawn for spawn in self._behind_setup if spawn.dst_actor != number]
             actor = runtime.actors.get(number)
         for spawn in waiting:
             self._make(spawn, down)

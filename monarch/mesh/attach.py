@@ -121,8 +121,8 @@ def _be_reachable(runtime: MeshProc, url: str, secret: bytes | None) -> None:
                     "processes would talk to those of this one in the clear: use one of tcp and tls+tcp for all"
                 )
             return
-        if domain == EVERYWHERE and runtime.gateway.ways.gate:
-            opening = runtime.gateway.ways.gate
+        if domain == EVERYWHERE and runtime.gateway.ways.proxy:
+            opening = runtime.gateway.ways.proxy
         elif domain == EVERYWHERE:
             host = address_towards(dialed.host, dialed.port)
             opening = str(Url(dialed.scheme, host))

@@ -72,10 +72,10 @@ def start(boot: Boot) -> MeshProc:
     """The runtime of a new process: listening, and on its way to its keeper."""
     assert boot.proc.keeper is not None
     runtime = MeshProc(boot.proc, registry.get(boot.scheme), boot.secret, root=boot.root)
-    if boot.gated:
-        runtime.agent.close_gate()
+    if boot.has_setup:
+        runtime.agent.await_setup()
     runtime.gateway.ways.secrets.update(boot.ways)
-    runtime.gateway.ways.gate = boot.gate
+    runtime.gateway.ways.proxy = boot.proxy
     runtime.gateway.listen(boot.listen)
     return runtime
 

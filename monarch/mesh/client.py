@@ -267,7 +267,7 @@ def make() -> Context:
         scheme = transport.scheme
         listen = registry.any_address(scheme)
     runtime = MeshProc(ProcId(Uid.instance("client")), transport, secrets.token_bytes(32))
-    runtime.gateway.ways.gate = through()
+    runtime.gateway.ways.proxy = through()
     runtime.gateway.listen(listen)
     log.info("transport.chosen", transport=scheme, reason=reason, address=runtime.gateway.url)
     inproc = scheme == "inproc"

@@ -47,7 +47,7 @@ class LaunchRequest:
         title: for people.
         env: variables on top of the host's environment.
         command: exec this; None forks the template.
-        gated: it makes no actors before its bootstrap function is through.
+        has_setup: a bootstrap function, before which it makes no actors.
         origin: who it is in forwarded output; None: it writes to the output of its host's agent itself.
     """
 
@@ -55,7 +55,7 @@ class LaunchRequest:
     title: str
     env: Mapping[str, str] = field(factory=dict)
     command: BootstrapCommand | None = None
-    gated: bool = False
+    has_setup: bool = False
     origin: Origin | None = None
 
 
@@ -69,10 +69,10 @@ class Boot:
     listen: str
     secret: bytes = field(repr=False)
     ways: dict[str, bytes] = field(factory=dict, repr=False)
-    gate: str = ""
+    proxy: str = ""
     path: tuple[str, ...] = ()
     config: dict[str, Any] = field(factory=dict)
-    gated: bool = False
+    has_setup: bool = False
     origin: Origin | None = None
     prefix_logs: bool = True
 
@@ -245,10 +245,10 @@ class HostAgent:
                 self._procs[proc.key] = each
             launched.append(each)
             scheme = runtime.gateway.transport.scheme
-            gate = runtime.gateway.ways.gate
-            where = (runtime.root, scheme, self._listen, runtime.secret, ways, gate, self.path)
+            proxy = runtime.gateway.ways.proxy
+            where = (runtime.root, scheme, self._listen, runtime.secret, ways, proxy, self.path)
             output = None if request.origin is None else self._outputs.open(proc.key, request.origin)
-            facts = (*where, config, request.gated, None if output is None else request.origin)
+            facts = (*where, config, request.has_setup, None if output is None else request.origin)
             boot = Boot(proc, *facts, actor_config.prefix_python_logs_with_actor)
             on_exit = partial(self._outputs.ended, proc.key, partial(self._on_exit, proc, each))
             starts.append(Start(request, boot, on_exit, output))

@@ -46,7 +46,7 @@ class _Setup(Actor):
 
     @endpoint
     async def run(self) -> None:
-        """Run it, and open the process's gate, whatever comes of it."""
+        """Run it, and let the process go on, whatever comes of it."""
         from monarch.core.exceptions import text_of, type_name
 
         runtime: Any = context().actor_instance.proc_runtime
@@ -55,9 +55,9 @@ class _Setup(Actor):
         except BaseException as error:
             self._error = error
             text = f"{type_name(error)}: {text_of(error)}"
-            runtime.agent.open_gate(runtime.failed(f"the bootstrap function of its process raised {text}", error))
+            runtime.agent.setup_ended(runtime.failed(f"the bootstrap function of its process raised {text}", error))
         else:
-            runtime.agent.open_gate(None)
+            runtime.agent.setup_ended(None)
 
     @endpoint
     async def run_result(self) -> None:
@@ -165,7 +165,7 @@ class HostMesh(MeshView):
             runtime.tell(host, "launch", owner.actor_id, asked)
         mesh = ProcMesh(name, procs, region, owned)
         if bootstrap is not None:
-            mesh._setup = mesh._spawn("setup", _Setup, (bootstrap,), {}, opens_gate=True)
+            mesh._setup = mesh._spawn("setup", _Setup, (bootstrap,), {}, is_setup=True)
             mesh._setup.run.call()
         for callback in list(_spawn_callbacks):
             callback(mesh)

@@ -87,7 +87,7 @@ def _is_wildcard(host: str) -> bool:
         return False
 
 
-_gate = ""
+_proxy = ""
 
 
 def attach(addr: str) -> None:
@@ -99,15 +99,15 @@ def attach(addr: str) -> None:
         ValueError, NotViable: nobody can be dialed at `addr`, or not over TCP.
         NoSecret: it is on another host, and there is no secret to prove.
     """
-    global _gate
+    global _proxy
     if client_context() is not None:
         raise RuntimeError(f"attach({addr!r}) comes too late: this program has a client, which was made without it")
     if not stays_on_host(addr):
         shared_secret(addr)
         registry.through(addr)
-    _gate = addr
+    _proxy = addr
 
 
 def through() -> str:
     """The address of `attach`; "" where hosts are reached, and reach this one, directly."""
-    return "" if not _gate or stays_on_host(_gate) else _gate
+    return "" if not _proxy or stays_on_host(_proxy) else _proxy

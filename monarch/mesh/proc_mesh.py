@@ -123,7 +123,7 @@ class ProcMesh(MeshView):
         return cast(A, self._spawn(name, cls, args, kwargs))
 
     def _spawn(
-        self, name: str, cls: type[Any], args: Any, kwargs: Any, number: int = 0, opens_gate: bool = False
+        self, name: str, cls: type[Any], args: Any, kwargs: Any, number: int = 0, is_setup: bool = False
     ) -> ActorMesh[Any]:
         owner = context().actor_instance
         owner.refuse_closed()
@@ -132,7 +132,7 @@ class ProcMesh(MeshView):
         class_name = class_of(cls).name
         region = Region(self._region.labels, type(self._region._slice).new_row_major(self._region._slice._sizes))
         members = ProcMesh(self._name, tuple(self._procs), region)
-        info = SpawnInfo(name, class_name, members, owner.actor_id, owner.record, opens_gate)
+        info = SpawnInfo(name, class_name, members, owner.actor_id, owner.record, is_setup)
         parts = [*codec.encode(info), *codec.encode_call((cls, *args), kwargs)]
         whole = region
         books = runtime.books

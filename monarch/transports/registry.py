@@ -60,9 +60,9 @@ def module(scheme: str) -> str:
 
 
 @functools.cache
-def through(gate: str) -> Transport:
-    """TCP of a process that nobody can dial, through another that listens at `gate`. Raises: NotViable, ValueError."""
-    return cast(Transport, import_module("monarch.transports.tunnel").Tunnel(gate))
+def through(proxy: str) -> Transport:
+    """TCP of a process that nobody can dial, through another that listens at `proxy`. Raises: NotViable, ValueError."""
+    return cast(Transport, import_module("monarch.transports.tunnel").Tunnel(proxy))
 
 
 def for_url(url: str) -> Transport:

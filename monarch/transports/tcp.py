@@ -20,13 +20,13 @@ from attrs import define, evolve, field
 from monarch.errors import TransportError
 from monarch.transports import nng, pairing
 from monarch.transports.base import Memory, Viability
-from monarch.transports.gate import Gate
 from monarch.transports.nng import Pair, set_options
+from monarch.transports.proxy import Proxy
 from monarch.transports.stream import Acceptor, StreamListener
 from monarch.transports.tcp_link import TcpLink
 from monarch.transports.url import parse
 
-GREETING: Final = Struct("!B16s")  # which connection, of which link; or what a friend asks a gate for
+GREETING: Final = Struct("!B16s")  # which connection, of which link; or what a friend asks a proxy for
 _PLAIN, _NNG = 1, 2
 
 
@@ -44,15 +44,15 @@ class _Halves:
     """Brings the two connections of each newcomer together. Bounded like the handshakes before it."""
 
     _pairings: pairing.Pairings
-    _gate: Gate | None = field(default=None, init=False)  # for friends that nobody can dial
+    _proxy: Proxy | None = field(default=None, init=False)  # for friends that nobody can dial
     _waiting: dict[bytes, _Half] = field(factory=dict, init=False)
 
     def adopt(self, sock: socket.socket, greeting: bytes) -> None:
         kind, link_id = GREETING.unpack(greeting)
         set_options(sock, small_frames=kind == _NNG)
         if kind not in (_PLAIN, _NNG):
-            self._gate = self._gate or Gate()
-            self._gate.serve(kind, link_id, sock)
+            self._proxy = self._proxy or Proxy()
+            self._proxy.serve(kind, link_id, sock)
             return
         now_s = time.monotonic()
         for key, old in list(self._waiting.items()):
@@ -77,8 +77,8 @@ class _Halves:
     def close(self) -> None:
         for half in self._waiting.values():
             half.sock.close()
-        if self._gate is not None:
-            self._gate.close()
+        if self._proxy is not None:
+            self._proxy.close()
         self._pairings.close()
 
 

@@ -1,4 +1,4 @@
-"""TCP for a process that nobody can dial: every connection is opened by it, to one address, that of a friend's `gate`,
+"""TCP for a process that nobody can dial: every connection is opened by it, to one address, that of a friend's `proxy`,
 which dials others for it, and is dialed in its place. Links are those of `tcp`, from end to end.
 """
 
@@ -17,7 +17,7 @@ from attrs import evolve
 
 from monarch.errors import AuthenticationError, NotViable, ProtocolError, TransportError
 from monarch.log import get_logger
-from monarch.transports import gate, nng, pairing, tcp
+from monarch.transports import nng, pairing, proxy, tcp
 from monarch.transports.base import Memory, Viability
 from monarch.transports.nng import set_options
 from monarch.transports.stream import StreamListener, severed
@@ -32,7 +32,7 @@ _AGAIN_S: Final = 0.5
 
 
 class _Arrivals:
-    """A listening socket, as far as `StreamListener` sees: those who dial our port at the gate. A thread keeps the
+    """A listening socket, as far as `StreamListener` sees: those who dial our port at the proxy. A thread keeps the
     port open, and goes for each of them."""
 
     def __init__(self, tunnel: Tunnel, secret: bytes) -> None:
@@ -48,25 +48,25 @@ class _Arrivals:
     def _ask(self) -> socket.socket:
         """Raises: what `Transport.dial` does."""
         deadline_s = time.monotonic() + _ASK_S
-        key = gate.PORT.pack(self.port).ljust(gate.ID_BYTES, b"\0")
-        sock = self._tunnel.ask(gate.LISTEN, key, self._secret, deadline_s)
+        key = proxy.PORT.pack(self.port).ljust(proxy.ID_BYTES, b"\0")
+        sock = self._tunnel.ask(proxy.LISTEN, key, self._secret, deadline_s)
         try:
-            got = pairing.received(sock, gate.PORT.size, self._tunnel.url, deadline_s)
+            got = pairing.received(sock, proxy.PORT.size, self._tunnel.url, deadline_s)
         except BaseException:
             sock.close()
             raise
-        (self.port,) = gate.PORT.unpack(got)
+        (self.port,) = proxy.PORT.unpack(got)
         sock.settimeout(None)
         return sock
 
     def _run(self) -> None:
         while True:
             with suppress(OSError):
-                while key := self._asking.recv(gate.ID_BYTES, socket.MSG_WAITALL):
+                while key := self._asking.recv(proxy.ID_BYTES, socket.MSG_WAITALL):
                     threading.Thread(target=self._go_for, args=(key,), name="monarch-tunnel-take", daemon=True).start()
             if self._is_closed:
                 return
-            log.info("tunnel.lost", gate=self._tunnel.url)
+            log.info("tunnel.lost", proxy=self._tunnel.url)
             while not self._is_closed:
                 with suppress(OSError, TransportError, ProtocolError, AuthenticationError):
                     self._asking = self._ask()
@@ -77,7 +77,7 @@ class _Arrivals:
 
     def _go_for(self, key: bytes) -> None:
         with suppress(OSError, TransportError, ProtocolError, AuthenticationError):
-            sock = self._tunnel.ask(gate.TAKE, key, self._secret, time.monotonic() + _ASK_S)
+            sock = self._tunnel.ask(proxy.TAKE, key, self._secret, time.monotonic() + _ASK_S)
             with self._lock:
                 if self._is_closed:
                     sock.close()
@@ -113,7 +113,7 @@ class _Arrivals:
 
 
 class Tunnel:
-    """The transport of a process whose gate is at `url`, which `tcp` serves."""
+    """The transport of a process whose proxy is at `url`, which `tcp` serves."""
 
     scheme = "tcp"
     memory: Memory | None = None
@@ -122,23 +122,23 @@ class Tunnel:
         address = evolve(parse(url), bind=None)
         if address.scheme != "tcp":
             raise NotViable(f"{url}: only tcp goes through another process; attach to tcp://HOST:PORT")
-        self._gate = address
+        self._proxy = address
         self.url = str(address)
 
     def viability(self) -> Viability:
         return pairing.viability()
 
     def ask(self, kind: int, key: bytes, secret: bytes, deadline_s: float) -> socket.socket:
-        """A connection to the gate for that purpose. Raises: what `Transport.dial` does."""
+        """A connection to the proxy for that purpose. Raises: what `Transport.dial` does."""
         greeting = tcp.GREETING.pack(kind, key)
-        return pairing.connected(self._gate, self.url, secret, deadline_s, prepare=_prepared, greeting=greeting)
+        return pairing.connected(self._proxy, self.url, secret, deadline_s, prepare=_prepared, greeting=greeting)
 
     def listen(self, url: str, secret: bytes) -> StreamListener:
-        """At a port of the gate's host, whatever `url` says."""
+        """At a port of the proxy's host, whatever `url` says."""
         pairing.check(url, self.viability())
         nng.load()
         arrivals = _Arrivals(self, secret)
-        return tcp.accepting(arrivals, secret, str(Url("tcp", self._gate.host, arrivals.port)))
+        return tcp.accepting(arrivals, secret, str(Url("tcp", self._proxy.host, arrivals.port)))
 
     def dial(self, url: str, secret: bytes, timeout_s: float) -> TcpLink:
         return tcp.dialing(url, secret, timeout_s, partial(self._open, secret))
@@ -147,15 +147,15 @@ class Tunnel:
         """As `socket.create_connection`."""
         deadline_s = time.monotonic() + timeout_s
         text = f"{target[0]}:{target[1]}".encode()
-        sock = self.ask(gate.CONNECT, bytes(gate.ID_BYTES), secret, deadline_s)
+        sock = self.ask(proxy.CONNECT, bytes(proxy.ID_BYTES), secret, deadline_s)
         try:
             sock.settimeout(timeout_s)
-            sock.sendall(gate.PORT.pack(len(text)) + text)
+            sock.sendall(proxy.PORT.pack(len(text)) + text)
             answer = pairing.received(sock, 1, self.url, deadline_s)
-            if answer != gate.OK:
-                (size,) = gate.PORT.unpack(pairing.received(sock, gate.PORT.size, self.url, deadline_s))
+            if answer != proxy.OK:
+                (size,) = proxy.PORT.unpack(pairing.received(sock, proxy.PORT.size, self.url, deadline_s))
                 why = pairing.received(sock, size, self.url, deadline_s).decode(errors="replace")
-                if answer == gate.REFUSED:
+                if answer == proxy.REFUSED:
                     raise ConnectionRefusedError(errno.ECONNREFUSED, why)
                 raise severed(f"{target[0]}:{target[1]}, through {self.url},", why)
         except BaseException:

@@ -281,8 +281,8 @@ BEHIND_A_FIREWALL = """
             assert there.slice(hosts=host).pids_of.call_one(here).get(LIMIT_S) == own
         assert there.slice(hosts=1).size.call_one(bytes(20 << 20)).get(LIMIT_S) == 20 << 20
         seen = [each for pid in (os.getpid(), *own) for each in psutil.Process(pid).net_connections("inet")]
-        gate = parse(sys.argv[1])
-        assert {each.raddr for each in seen if each.status == psutil.CONN_ESTABLISHED} == {(gate.host, gate.port)}
+        proxy = parse(sys.argv[1])
+        assert {each.raddr for each in seen if each.status == psutil.CONN_ESTABLISHED} == {(proxy.host, proxy.port)}
         assert not [each for each in seen if each.status == psutil.CONN_LISTEN]
         print("reached", *pids, flush=True)
 """

@@ -1,4 +1,4 @@
-"""Links of a process that nobody can dial, through the gate of another."""
+"""Links of a process that nobody can dial, through the proxy of another."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ FRAMES = [[b"head", os.urandom(3 << 20), b""], [b"small"], [bytes([i]) * i for i
 @pytest.fixture
 def tunnel() -> Iterator[Tunnel]:
     """Through a listener that a thread attends to, as a worker does."""
-    gate = TCP.listen("tcp://127.0.0.1:0", SECRET)
+    proxy = TCP.listen("tcp://127.0.0.1:0", SECRET)
     over, ended = socket.socketpair()
 
     def run() -> None:
         poll = select.poll()
-        poll.register(gate.fileno(), select.POLLIN)
+        poll.register(proxy.fileno(), select.POLLIN)
         poll.register(ended.fileno(), select.POLLIN)
         while not any(fd == ended.fileno() for fd, _ in poll.poll()):
-            gate.accept_nowait()
-        gate.close()
+            proxy.accept_nowait()
+        proxy.close()
 
     thread = threading.Thread(target=run)
     thread.start()
-    yield Tunnel(gate.url)
+    yield Tunnel(proxy.url)
     over.close()
     thread.join(10)
     ended.close()
@@ -48,7 +48,7 @@ def both_ways(left: object, right: object) -> None:
     assert plain(exchange(right, left, FRAMES)) == plain(FRAMES)
 
 
-def test_it_dials_others_through_the_gate(tunnel: Tunnel) -> None:
+def test_it_dials_others_through_the_proxy(tunnel: Tunnel) -> None:
     listener = TCP.listen("tcp://127.0.0.1:0", SECRET)
     left, right = dial_and_accept(tunnel, listener)
     listener.close()
@@ -60,7 +60,7 @@ def test_it_dials_others_through_the_gate(tunnel: Tunnel) -> None:
     closer.join(10)
 
 
-def test_others_dial_it_at_the_gate(tunnel: Tunnel) -> None:
+def test_others_dial_it_at_the_proxy(tunnel: Tunnel) -> None:
     listener = tunnel.listen(tunnel.url, SECRET)
     assert listener.url != tunnel.url
     left, right = dial_and_accept(TCP, listener)
@@ -95,7 +95,7 @@ def test_what_the_gate_hears_is_what_a_dialer_hears(tunnel: Tunnel) -> None:
         tunnel.dial(nobody.url, SECRET, 10)
 
 
-def test_a_stranger_passes_no_gate(tunnel: Tunnel) -> None:
+def test_a_stranger_passes_no_proxy(tunnel: Tunnel) -> None:
     with pytest.raises(AuthenticationError):
         tunnel.dial("tcp://127.0.0.1:1", b"another secret", 10)
     with pytest.raises(AuthenticationError):
@@ -115,6 +115,6 @@ def test_strangers_at_the_port_keep_no_friend_out(tunnel: Tunnel) -> None:
     listener.close()
 
 
-def test_only_tcp_goes_through_a_gate() -> None:
+def test_only_tcp_goes_through_a_proxy() -> None:
     with pytest.raises(NotViable, match="only tcp goes through another process"):
         Tunnel("tls+tcp://a:1")

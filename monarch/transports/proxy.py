@@ -97,7 +97,7 @@ class _Todo:
             sock.close()
 
 
-class Gate:
+class Proxy:
     """See the module. `serve` may be called from any thread; the thread starts with the first friend."""
 
     def __init__(self) -> None:
@@ -110,13 +110,13 @@ class Gate:
         self._spare = Spare()
         self._is_closed = False
         self._selector.register(self._wake.fileno(), selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._run, name="monarch-gate", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="monarch-proxy", daemon=True)
         self._thread.start()
 
     def serve(self, kind: int, key: bytes, sock: socket.socket) -> None:
-        """A friend's connection, which is the gate's from now on."""
+        """A friend's connection, which is the proxy's from now on."""
         if kind == CONNECT:
-            threading.Thread(target=self._connect, args=(sock,), name="monarch-gate-connect", daemon=True).start()
+            threading.Thread(target=self._connect, args=(sock,), name="monarch-proxy-connect", daemon=True).start()
         elif kind == LISTEN:
             self._soon(lambda: self._listen(sock, PORT.unpack_from(key)[0]), sock)
         elif kind == TAKE:
@@ -215,8 +215,8 @@ class Gate:
     # ---- the thread
 
     def _soon(self, action: Callable[[], None], *socks: socket.socket) -> None:
-        """On the gate's thread, which owns `socks` from now on. They are closed when it raises OSError, and at once
-        when the gate is closed."""
+        """On the proxy's thread, which owns `socks` from now on. They are closed when it raises OSError, and at once
+        when the proxy is closed."""
         todo = _Todo(action, socks)
         with self._lock:
             if not self._is_closed:

@@ -1,4 +1,4 @@
-"""What goes wrong with one friend of a gate, and what the others have of it: nothing."""
+"""What goes wrong with one friend of a proxy, and what the others have of it: nothing."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from typing import Any
 
 import pytest
 
-from monarch.transports.gate import ID_BYTES, LISTEN, PORT, TAKE, Gate
+from monarch.transports.proxy import ID_BYTES, LISTEN, PORT, TAKE, Proxy
 
 NO_PORT = bytes(ID_BYTES)
 
 
 @pytest.fixture
-def gate() -> Iterator[Gate]:
-    gate = Gate()
-    yield gate
-    gate.close()
-    gate._thread.join(10)
-    assert not gate._thread.is_alive()
+def proxy() -> Iterator[Proxy]:
+    proxy = Proxy()
+    yield proxy
+    proxy.close()
+    proxy._thread.join(10)
+    assert not proxy._thread.is_alive()
 
 
 def connection(kind: type[socket.socket] = socket.socket) -> tuple[socket.socket, socket.socket]:
-    """A friend's end, and the gate's, which is of that kind."""
+    """A friend's end, and the proxy's, which is of that kind."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         theirs = socket.create_connection(server.getsockname())
         theirs.settimeout(10)
         return theirs, kind(fileno=server.accept()[0].detach())
 
 
-def port_for(gate: Gate, kind: type[socket.socket] = socket.socket) -> tuple[socket.socket, tuple[str, int]]:
+def port_for(proxy: Proxy, kind: type[socket.socket] = socket.socket) -> tuple[socket.socket, tuple[str, int]]:
     """A friend with a port, and where it is dialed."""
     friend, ours = connection(kind)
-    gate.serve(LISTEN, NO_PORT, ours)
+    proxy.serve(LISTEN, NO_PORT, ours)
     return friend, ("127.0.0.1", PORT.unpack(friend.recv(PORT.size))[0])
 
 
@@ -44,11 +44,11 @@ def dial(address: tuple[str, int]) -> socket.socket:
     return socket.create_connection(address, 10)
 
 
-def assert_carries(gate: Gate, friend: socket.socket, address: tuple[str, int]) -> None:
+def assert_carries(proxy: Proxy, friend: socket.socket, address: tuple[str, int]) -> None:
     """The friend is told of one who dials, goes for him, and hears what he says."""
     with dial(address) as other:
         taker, ours = connection()
-        gate.serve(TAKE, friend.recv(ID_BYTES, socket.MSG_WAITALL), ours)
+        proxy.serve(TAKE, friend.recv(ID_BYTES, socket.MSG_WAITALL), ours)
         other.sendall(b"hello")
         with taker:
             assert taker.recv(5, socket.MSG_WAITALL) == b"hello"
@@ -56,7 +56,7 @@ def assert_carries(gate: Gate, friend: socket.socket, address: tuple[str, int]) 
 
 @pytest.mark.parametrize("error", [TimeoutError(errno.ETIMEDOUT, "timed out"), OSError(errno.EHOSTUNREACH, "no route")])
 @pytest.mark.parametrize("call", ["recv", "send"])
-def test_a_friend_that_vanishes_ends_its_own_port_only(gate: Gate, error: OSError, call: str) -> None:
+def test_a_friend_that_vanishes_ends_its_own_port_only(proxy: Proxy, error: OSError, call: str) -> None:
     vanished = False
 
     class Vanishing(socket.socket):
@@ -70,8 +70,8 @@ def test_a_friend_that_vanishes_ends_its_own_port_only(gate: Gate, error: OSErro
                 raise error
             return super().send(*args)
 
-    friend, address = port_for(gate)
-    gone, its_address = port_for(gate, Vanishing)
+    friend, address = port_for(proxy)
+    gone, its_address = port_for(proxy, Vanishing)
     vanished = True
     if call == "recv":
         gone.sendall(b"x")
@@ -79,46 +79,46 @@ def test_a_friend_that_vanishes_ends_its_own_port_only(gate: Gate, error: OSErro
         dial(its_address).close()
     with suppress(ConnectionResetError):
         assert gone.recv(1) == b""
-    assert_carries(gate, friend, address)
-    later, its_address = port_for(gate)
-    assert_carries(gate, later, its_address)
+    assert_carries(proxy, friend, address)
+    later, its_address = port_for(proxy)
+    assert_carries(proxy, later, its_address)
     for sock in (friend, gone, later):
         sock.close()
 
 
 def test_what_nobody_can_wait_for_ends_its_own_port_and_stream_only(
-    gate: Gate, monkeypatch: pytest.MonkeyPatch
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel has a limit for what all processes of a user wait for (epoll)."""
-    friend, address = port_for(gate)
-    register = gate._selector.register
+    friend, address = port_for(proxy)
+    register = proxy._selector.register
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "no more watches")
 
     def full_but_one(*args: Any) -> None:
-        gate._selector.register = full  # type: ignore[assignment, method-assign]
+        proxy._selector.register = full  # type: ignore[assignment, method-assign]
         register(*args)
 
     for some in (full, full_but_one):
         other = dial(address)
         told = friend.recv(ID_BYTES, socket.MSG_WAITALL)
         lost, its_end = connection()
-        monkeypatch.setattr(gate._selector, "register", some)
-        gate.serve(LISTEN, NO_PORT, its_end)
+        monkeypatch.setattr(proxy._selector, "register", some)
+        proxy.serve(LISTEN, NO_PORT, its_end)
         assert lost.recv(PORT.size, socket.MSG_WAITALL)[PORT.size :] == lost.recv(1) == b""
         taker, its_end = connection()
-        monkeypatch.setattr(gate._selector, "register", some)
-        gate.serve(TAKE, told, its_end)
+        monkeypatch.setattr(proxy._selector, "register", some)
+        proxy.serve(TAKE, told, its_end)
         assert taker.recv(1) == other.recv(1) == b""
-        monkeypatch.setattr(gate._selector, "register", register)
+        monkeypatch.setattr(proxy._selector, "register", register)
         for sock in (other, lost, taker):
             sock.close()
-    assert_carries(gate, friend, address)
+    assert_carries(proxy, friend, address)
     friend.close()
 
 
-def test_without_descriptors_one_who_dials_is_turned_away(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_descriptors_one_who_dials_is_turned_away(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
     refusals: list[OSError] = []
 
     class Full(socket.socket):
@@ -134,25 +134,25 @@ def test_without_descriptors_one_who_dials_is_turned_away(gate: Gate, monkeypatc
 
     with monkeypatch.context() as patched:
         patched.setattr(socket, "create_server", full)
-        friend, address = port_for(gate)
+        friend, address = port_for(proxy)
     refusals.append(OSError(errno.EMFILE, "Too many open files"))
     with dial(address) as other:
         assert other.recv(1) == b""
-    assert_carries(gate, friend, address)
+    assert_carries(proxy, friend, address)
     friend.close()
 
 
 def test_what_comes_after_the_end_is_closed_and_no_foreign_descriptor_is_written() -> None:
-    gate = Gate()
-    number = gate._wake.fileno()
-    gate.close()
-    gate._thread.join(10)
+    proxy = Proxy()
+    number = proxy._wake.fileno()
+    proxy.close()
+    proxy._thread.join(10)
     foreign = os.eventfd(0, os.EFD_NONBLOCK)
     if foreign != number:
         os.dup2(foreign, number)
     friend, ours = connection()
-    gate.serve(LISTEN, NO_PORT, ours)
-    gate.close()
+    proxy.serve(LISTEN, NO_PORT, ours)
+    proxy.close()
     with pytest.raises(BlockingIOError):
         os.eventfd_read(number)
     assert friend.recv(1) == b""

@@ -21,16 +21,15 @@ see is not seen here either.
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Final, Protocol, cast
+from typing import TYPE_CHECKING, Final
 
 from attrs import define
 
-from monarch.core.deadlock import Wait
 from monarch.core.envelope import CallKey
 from monarch.core.instance import Instance
+from monarch.core.probes import PendingCall, Probes
 from monarch.errors import DeadlockError
 
 if TYPE_CHECKING:
@@ -40,7 +39,6 @@ _PROBE: Final = "crossing_probe"
 _LOOK_S: Final = 1.0
 _LONGEST: Final = 64  # waits in a cycle that is looked for
 _MOST_ASKED: Final = 64  # actors that one probe is passed on to
-_PROBES_KNOWN: Final = 1000
 
 
 @define(frozen=True)
@@ -62,25 +60,6 @@ class Hop:
     wanted: str
 
 
-class PendingCall(Protocol):
-    """A call that an endpoint has made."""
-
-    number: int
-    wait: Wait
-
-    def unanswered(self) -> list[tuple[int, int]]:
-        """(process, number) of the actors that have not answered."""
-        ...
-
-    def wanted(self) -> str:
-        """The endpoint that was called, for people."""
-        ...
-
-    def refuse(self, error: Exception) -> None:
-        """Take the call back from those who have not answered, and fail with `error`."""
-        ...
-
-
 class Crossings:
     """Of one process. All but `look_later` runs on the driving thread."""
 
@@ -88,12 +67,11 @@ class Crossings:
         self._proc = proc
         self._looks = False
         self._seen: set[int] = set()  # ports that were waited for at the last look
-        self._serials = itertools.count(1)
+        self._probes = Probes()
         self._lock = threading.Lock()  # guards `_looks`
         # What has come back since the last look, and before it.
         self._cycles: set[tuple[Hop, ...]] = set()
         self._cycles_before: set[tuple[Hop, ...]] = set()
-        self._passed: dict[tuple[int, int, int], int] = {}  # (actor it began at, actor it came to) -> its serial
         proc.handlers[_PROBE] = lambda envelope, serial, hops, number: self._on_probe(serial, hops, number)
 
     def look_later(self) -> None:
@@ -110,20 +88,14 @@ class Crossings:
         self._looks = False
         self._cycles, self._cycles_before = set(), self._cycles
         by_actor: dict[int, list[PendingCall]] = {}
-        for call in self._pending():
+        for call in self._proc.pending_calls():
             if call.wait.lasts:
                 by_actor.setdefault(call.wait.actor.actor_id.number, []).append(call)
         seen, self._seen = self._seen, {call.number for calls in by_actor.values() for call in calls}
         for calls in by_actor.values():
-            self._ask(next(self._serials), (), [call for call in calls if call.number in seen])
+            self._ask(self._probes.next_number(), (), [call for call in calls if call.number in seen])
         if by_actor:
             self.look_later()
-
-    def _pending(self) -> Iterator[PendingCall]:
-        """What endpoints of this process have called."""
-        for sink in list(self._proc.ports.values()):
-            if getattr(sink, "wait", None) is not None:
-                yield cast(PendingCall, sink)
 
     def _waits_of(self, number: int, caller: CallKey) -> Iterator[PendingCall]:
         """Without which of its own calls that actor does not answer `caller`."""
@@ -131,7 +103,7 @@ class Crossings:
         if isinstance(actor, Instance):
             served = next((each for each in tuple(actor.serving) if each.call == caller), None)
             if served is not None or actor.mailbox.place(caller) is not None:
-                for call in self._pending():
+                for call in self._proc.pending_calls():
                     wait = call.wait
                     stops = wait.holds_up(actor) if served is None else wait.holds(served)
                     if stops and wait.lasts and wait.actor is actor:
@@ -147,10 +119,7 @@ class Crossings:
         for (key, number), call in [*oldest.items()][:_MOST_ASKED]:
             wait = call.wait
             hop = Hop(self._proc.key, call.number, wait.begun, wait.actor.actor_id.number, wait.endpoint, call.wanted())
-            if key == self._proc.key:
-                self._on_probe(serial, (*before, hop), number)
-            else:
-                self._proc.tell_known(key, _PROBE, serial, (*before, hop), number)
+            self._proc.tell_known(key, _PROBE, serial, (*before, hop), number)
 
     def _on_probe(self, serial: int, hops: tuple[Hop, ...], number: int) -> None:
         """Whoever made the last call on the list asks an actor of this process whether it waits, too."""
@@ -160,10 +129,7 @@ class Crossings:
             found = next((call for call in waits if call.number == first.port and call.wait.begun == first.begun), None)
             if found is not None:
                 self._on_cycle(hops, found)
-        elif self._passed.get((first.key, first.number, number)) != serial and len(hops) < _LONGEST:
-            if len(self._passed) >= _PROBES_KNOWN:
-                self._passed.clear()
-            self._passed[first.key, first.number, number] = serial
+        elif len(hops) < _LONGEST and not self._probes.has_passed((first.key, first.number, number), serial):
             self._ask(serial, hops, waits)
 
     def _on_cycle(self, hops: tuple[Hop, ...], call: PendingCall) -> None:

@@ -68,9 +68,9 @@ def _ask_caller(runtime: Proc, call: CallKey, probe: Probe) -> None:
 
 def on_probe(runtime: Proc, reply_port: int, probe: Probe) -> None:
     """A probe has come to the process of the caller. Does not block."""
-    wait: Wait | None = getattr(runtime.ports.get(reply_port), "wait", None)
-    if wait is not None:
-        wait.arm(probe)
+    call = runtime.pending_call(reply_port)
+    if call is not None:
+        call.wait.arm(probe)
 
 
 class Wait:

@@ -129,7 +129,7 @@ class Instance(Sender):
         super().__init__(proc, actor_id)
         self.signal = Signal()
         self.mailbox = Mailbox(self.signal)
-        self._weigh_at_bytes = proc.room.limit_bytes
+        self._weigh_at_bytes = proc.backpressure.limit_bytes
         self.phase = Phase.BORN
         self.down: Down | None = None
         self.serving: list[Served] = []
@@ -156,7 +156,7 @@ class Instance(Sender):
         mailbox = self.mailbox
         down = mailbox.put(envelope)
         if mailbox.come_bytes > self._weigh_at_bytes:
-            self._weigh_at_bytes = self.proc_runtime.room.arrived(self, envelope)
+            self._weigh_at_bytes = self.proc_runtime.backpressure.arrived(self, envelope)
         if envelope.chain and down is None:
             deadlock.suspect(self, envelope)
         return down
@@ -175,7 +175,7 @@ class Instance(Sender):
         """Take a call out of the queue; None when it is not there (any more)."""
         found = self.mailbox.withdraw(call)
         if found is not None and self.mailbox.told_full:
-            self.proc_runtime.room.taken(self, found)
+            self.proc_runtime.backpressure.taken(self, found)
         return found
 
     @property
@@ -327,7 +327,7 @@ class Instance(Sender):
                     self.end(self._stopping)
                 return
             if mailbox.told_full:
-                self.proc_runtime.room.taken(self, envelope)
+                self.proc_runtime.backpressure.taken(self, envelope)
             self._serve(envelope)
             if self._loop._ready:  # type: ignore[attr-defined]
                 return  # let asyncio have its turn
@@ -394,7 +394,7 @@ class Instance(Sender):
             behavior.abandon(self._current_envelope, down)
         for envelope in self.mailbox.drain():
             behavior.abandon(envelope, down)
-        self.proc_runtime.room.ended(self)
+        self.proc_runtime.backpressure.ended(self)
         for task, envelope in list(self._concurrent.items()):
             task.cancel()
             if envelope.reply_port:

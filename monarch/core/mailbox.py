@@ -47,7 +47,7 @@ class Mailbox:
         self.come_bytes = 0
         """What has come since the last `weigh`, and what it found; an upper limit of what is queued."""
         self.told_full: set[int] = set()
-        """The processes that are to hear of room here: see `room`. While there are some, who takes calls `lighten`s."""
+        """The processes that are to hear of room here (`backpressure`). While there are some, takers `lighten`."""
 
     def put(self, envelope: Envelope) -> Down | None:
         """Queue a call; returns why it is refused, if it is."""

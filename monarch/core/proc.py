@@ -11,11 +11,12 @@ import itertools
 import os
 import socket
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, Protocol, cast
 
 from monarch.core import codec, exceptions, inquiries
 from monarch.core.address import best
+from monarch.core.backpressure import Backpressure
 from monarch.core.crossing import Crossings
 from monarch.core.driver import make_driver
 from monarch.core.envelope import MESSAGE_TTL, CallKey, Envelope, Flag, Kind
@@ -25,8 +26,8 @@ from monarch.core.ids import ActorId, ProcId
 from monarch.core.instance import Instance, Sender
 from monarch.core.monitor import Down, Monitors
 from monarch.core.peer import Peer, State
+from monarch.core.probes import PendingCall
 from monarch.core.relay import Relay
-from monarch.core.room import Room
 from monarch.log import get_logger
 from monarch.transports import memory
 from monarch.transports.base import Buffer, Transport
@@ -119,7 +120,7 @@ class Proc:
         self.wait_for_room = self.gateway.wait_for_room
         self._shared = transport.memory
         self._for_one = self._memory_for(1) if self._shared is not None else None
-        self.room = Room(self, self.gateway.limits.mailbox_bytes)
+        self.backpressure = Backpressure(self, self.gateway.limits.mailbox_bytes)
         self.crossings = Crossings(self)
         inquiries.install(self)
 
@@ -129,6 +130,18 @@ class Proc:
 
     def new_port(self) -> int:
         return next(self._numbers)
+
+    def pending_calls(self) -> Iterator[PendingCall]:
+        """Those that endpoints of this process have made."""
+        for port in list(self.ports):
+            call = self.pending_call(port)
+            if call is not None:
+                yield call
+
+    def pending_call(self, port: int) -> PendingCall | None:
+        """The one whose answer comes to that port."""
+        sink = self.ports.get(port)
+        return cast("PendingCall", sink) if getattr(sink, "wait", None) is not None else None
 
     # ---- sending
 
@@ -351,7 +364,7 @@ class Proc:
             self.actors.pop(number, None)
         for envelope in instance.mailbox.drain():
             self.bounce(envelope, down)
-        self.room.ended(instance)
+        self.backpressure.ended(instance)
 
     def why_ending(self, number: int) -> Down | None:
         """Why an actor of this process has ended or is about to; set before anybody is told."""
@@ -394,7 +407,7 @@ class Proc:
 
     def _on_gone(self, peer: Peer, down: Down) -> None:
         key = peer.key
-        self.room.forget(key)
+        self.backpressure.forget(key)
         self.monitors.fire((key, 0), down)
         for sink in list(self.ports.values()):
             try:
@@ -506,7 +519,7 @@ class Proc:
         self.gateway.close(timeout_s)
         for key in list(self._unlaunched):
             self._launched(key)
-        self.room.close()
+        self.backpressure.close()
         self.relay.close()
         down = Down("stopped", f"process {self.proc_id.uid}, which waits for it, has closed its links")
         for peer in list(self.gateway.peers.values()):

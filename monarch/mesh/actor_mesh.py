@@ -208,9 +208,9 @@ class ActorMesh(MeshView, Generic[A]):
             runtime.wait_for_room([self._targets[rank][0] for rank in ranks])
             if branches:
                 runtime.relay.wait_for_taken(branches)
-            if runtime.room.full:
+            if runtime.backpressure.full:
                 for key, _ in self._targets if only is None else (self._targets[only],):
-                    runtime.room.wait(key, self._number, sender, self._name)
+                    runtime.backpressure.wait(key, self._number, sender, self._name)
 
     def _call_for_tensors(self, endpoint: Endpoint[Any, Any], args: Any, kwargs: Any) -> Any:
         from monarch.mesh.tensor import interop

@@ -137,7 +137,7 @@ class Flood:
     def __init__(self, target: Any) -> None:
         self.sent = 0
         self._target, self._ending = target, threading.Event()
-        self._room = context().actor_instance.proc_runtime.room
+        self._backpressure = context().actor_instance.proc_runtime.backpressure
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -147,7 +147,7 @@ class Flood:
             self.sent += 1
 
     def is_waiting(self) -> bool:
-        return any(self._room.full.values())
+        return any(self._backpressure.full.values())
 
     def end(self) -> bool:
         """Whether it does."""

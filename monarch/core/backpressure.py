@@ -1,4 +1,4 @@
-"""Room in the mailboxes of actors: who sends faster than the receiver serves has to wait.
+"""Backpressure: who sends to an actor faster than it serves has to wait, until there is room in its mailbox.
 
 Theory of operation. A mailbox takes whatever comes; the limit is kept by those who send. With the first call that makes
 it larger than `mailbox_bytes`, the sender's process is told that it is FULL, and once it is down to half of that, that
@@ -24,23 +24,22 @@ for a thread) ends after `_LIMIT_S`, for one message; then the log says who is t
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
-from monarch.core.deadlock import Wait
 from monarch.core.driver import Signal
 from monarch.core.envelope import Envelope
 from monarch.core.instance import Instance, Sender
 from monarch.core.mailbox import size_of
+from monarch.core.probes import Probes
 from monarch.log import get_logger
 
 if TYPE_CHECKING:
     from monarch.core.proc import Proc
 
-log = get_logger("monarch.room")
+log = get_logger("monarch.backpressure")
 
 Target = tuple[int, int]
 """An actor: its process, and its number there."""
@@ -51,10 +50,9 @@ _PROBE: Final = "mailbox_probe"
 _LIMIT_S: Final = 30.0
 _PROBE_FIRST_S: Final = 0.05
 _PROBE_LAST_S: Final = 2.0
-_PROBES_KNOWN: Final = 1000
 
 
-class Room:
+class Backpressure:
     """Of one process: of its own actors' mailboxes, and as far as it sends there, of others'. Thread-safe."""
 
     def __init__(self, proc: Proc, mailbox_bytes: int) -> None:
@@ -64,15 +62,10 @@ class Room:
         self._waiting: dict[int, tuple[Target, Signal]] = {}  # which actors of this process wait, for which
         self._excused: set[tuple[int, Target]] = set()
         self._late: set[Target] = set()  # those of which the log has heard
-        self._serials = itertools.count(1)
-        self._probes: dict[tuple[Target, int], int] = {}  # (origin, actor) -> the last that came by
-        self._handlers: dict[str, Callable[..., None]] = {
-            _FULL: self._on_full,
-            _ROOM: self._on_room,
-            _PROBE: self._on_probe,
-        }
-        for what, handler in self._handlers.items():
-            proc.handlers[what] = lambda envelope, *about, handler=handler: handler(*about)
+        self._probes = Probes()
+        proc.handlers[_FULL] = lambda envelope, target: self._on_full(target)
+        proc.handlers[_ROOM] = lambda envelope, target: self._on_room(target)
+        proc.handlers[_PROBE] = lambda envelope, *probe: self._on_probe(*probe)
 
     # ---- as the receiver
 
@@ -86,7 +79,7 @@ class Room:
         size_bytes = mailbox.weigh()
         if size_bytes <= self.limit_bytes:
             return max(self.limit_bytes, size_bytes + self.limit_bytes // 4)
-        self._tell(sender, _FULL, (self._proc.key, instance.actor_id.number))
+        self._proc.tell_known(sender, _FULL, (self._proc.key, instance.actor_id.number))
         mailbox.told_full.add(sender)  # not before: nobody shall tell of room in between
         if mailbox.weigh() <= self.limit_bytes // 2:
             self.ended(instance)
@@ -105,7 +98,7 @@ class Room:
                 sender = told.pop()
             except KeyError:
                 return  # another thread tells
-            self._tell(sender, _ROOM, (self._proc.key, instance.actor_id.number))
+            self._proc.tell_known(sender, _ROOM, (self._proc.key, instance.actor_id.number))
 
     # ---- as the sender
 
@@ -153,7 +146,7 @@ class Room:
         pause_s = _PROBE_FIRST_S
         while (left_s := deadline_s - time.monotonic()) > 0:
             if own:
-                self._probe((self._proc.key, own), next(self._serials), target)
+                self._probe((self._proc.key, own), self._probes.next_number(), target)
             if self._proc.driver.wait(signal, min(pause_s, left_s)):
                 return True
             pause_s = min(2 * pause_s, _PROBE_LAST_S)
@@ -171,12 +164,6 @@ class Room:
 
     # ---- what processes tell each other, on the driving thread or the one of a local sender
 
-    def _tell(self, key: int, what: str, *about: object) -> None:
-        if key == self._proc.key:
-            self._handlers[what](*about)
-        else:
-            self._proc.tell_known(key, what, *about)
-
     def _on_full(self, target: Target) -> None:
         with self._lock:
             self.full.setdefault(target, [])
@@ -190,16 +177,13 @@ class Room:
             signal.notify()
 
     def _probe(self, origin: Target, serial: int, at: Target) -> None:
-        self._tell(at[0], _PROBE, origin, serial, at[1])
+        self._proc.tell_known(at[0], _PROBE, origin, serial, at[1])
 
     def _on_probe(self, origin: Target, serial: int, number: int) -> None:
         """Somebody waits for the actor of that number: does it wait, too?"""
         if origin == (self._proc.key, number):
             self._excuse(number)
-        elif self._probes.get((origin, number)) != serial:
-            if len(self._probes) >= _PROBES_KNOWN:
-                self._probes.clear()
-            self._probes[origin, number] = serial
+        elif not self._probes.has_passed((origin, number), serial):
             for target in list(self._waits_of(number)):
                 self._probe(origin, serial, target)
 
@@ -219,7 +203,6 @@ class Room:
         if found is not None:
             yield found[0]
         elif isinstance(actor, Instance):
-            for sink in list(self._proc.ports.values()):
-                wait: Wait | None = getattr(sink, "wait", None)
-                if wait is not None and wait.holds_up(actor):
-                    yield from sink.unanswered()  # type: ignore[attr-defined]
+            for call in self._proc.pending_calls():
+                if call.wait.holds_up(actor):
+                    yield from call.unanswered()

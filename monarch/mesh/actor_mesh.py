@@ -213,9 +213,9 @@ class ActorMesh(MeshView, Generic[A]):
                     runtime.backpressure.wait(key, self._number, sender, self._name)
 
     def _call_for_tensors(self, endpoint: Endpoint[Any, Any], args: Any, kwargs: Any) -> Any:
-        from monarch.mesh.tensor import interop
+        from monarch.mesh.tensor import entry
 
-        return interop.rref(endpoint, args, kwargs)
+        return entry.rref(endpoint, args, kwargs)
 
     def _found_routes(self, runtime: MeshProc, parts: list[Any]) -> Routes:
         """How such a cast from that process reaches the members."""

@@ -225,14 +225,14 @@ class ProcMesh(MeshView):
 
         In force from this call on, until the `with` block is left. The first call spawns the workers.
         """
-        from monarch.mesh.tensor import dispatch
+        from monarch.mesh.tensor import entry
 
-        return dispatch.activate(self)
+        return entry.activate(self)
 
     def _spawn_tensor_workers(self) -> None:
-        from monarch.mesh.tensor import engine
+        from monarch.mesh.tensor import entry
 
-        engine.engine_of(self)
+        entry.engine_of(self)
 
     def rank_tensor(self, dim: str) -> Tensor:
         """A distributed tensor that holds each process's coordinate.
@@ -240,9 +240,9 @@ class ProcMesh(MeshView):
         Raises:
             KeyError: no such dimension.
         """
-        from monarch.mesh.tensor import collectives
+        from monarch.mesh.tensor import entry
 
-        return collectives.rank_tensor(self, dim)
+        return entry.rank_tensor(self, dim)
 
     def rank_tensors(self) -> dict[str, Tensor]:
         """`rank_tensor` of every dimension."""

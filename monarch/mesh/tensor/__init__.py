@@ -16,6 +16,7 @@ to a *worker* actor on each process, which holds the shards by their numbers. No
 | `rendezvous`, `buffers` | how the members of a group find each other; memory for what they reduce |
 | `remote`, `fetch`, `collectives`, `streams`, `graphs`, `gradients`, `opaque`, `builtins` | what users call |
 | `interop` | tensors as arguments and results of actors' endpoints |
+| `entry` | what meshes call |
 """
 
 try:
@@ -26,8 +27,3 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         "distributed tensors need torch, which is not installed: pip install 'monarch-actors[torch]'", name="torch"
     ) from None
-
-# The modules at the top give those below them what they need: how operators are issued, the verbs of tensors, and how
-# endpoints take them.
-from monarch.mesh.tensor import collectives as collectives
-from monarch.mesh.tensor import interop as interop

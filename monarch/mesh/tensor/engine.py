@@ -204,7 +204,6 @@ class Engine:
     """The workers of a mesh, for one controller."""
 
     def __init__(self, root: ProcMesh) -> None:
-        _prepare()
         _engines.add(self)
         self.root = root
         self.owner = context().actor_instance
@@ -389,15 +388,8 @@ class Engine:
 
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
-_prepare: Callable[[], None]
 _numbers = itertools.count(1)
 """Of lanes, templates, functions and graphs: one series for all of them."""
-
-
-def engines_are_prepared_by(prepare: Callable[[], None]) -> None:
-    """What this process needs before its first engine."""
-    global _prepare
-    _prepare = prepare
 
 
 def next_number() -> int:

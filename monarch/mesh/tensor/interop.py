@@ -25,7 +25,7 @@ from monarch.mesh.endpoint import describe_call
 from monarch.mesh.port import FailFastReply
 from monarch.mesh.tensor.commands import Failure, Op
 from monarch.mesh.tensor.dispatch import active_mesh, active_place, refuse_wrong
-from monarch.mesh.tensor.engine import Lane, engines_are_prepared_by, here
+from monarch.mesh.tensor.engine import Lane, here
 from monarch.mesh.tensor.handle import Tensor, handles
 from monarch.mesh.tensor.metadata import Meta
 from monarch.mesh.tensor.remote import lift
@@ -50,15 +50,6 @@ def _encoding(keys: Sequence[int]) -> Iterator[None]:
         yield
     finally:
         _sending.keys = before
-
-
-def install() -> None:
-    """Let endpoints take distributed tensors."""
-    endpoints.around_encoding = _encoding
-    codec.register(Tensor, _reduce)
-
-
-engines_are_prepared_by(install)
 
 
 def _reduce(tensor: Tensor, outbox: Any) -> Any:
@@ -156,3 +147,7 @@ def _tell_of_failure(lane: Lane, slot: int, reply: FailFastReply[None]) -> None:
         depots = lane.engine.depots._with_region(lane.region)
         tell = functools.partial(depots.put.broadcast, slot, failed, if_empty=True)
         threading.Thread(target=tell, name="monarch-rref-failed", daemon=True).start()
+
+
+endpoints.around_encoding = _encoding
+codec.register(Tensor, _reduce)

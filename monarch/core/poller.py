@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
+from monarch.core.spin import Spin
 from monarch.log import get_logger
 from monarch.transports import ring
 from monarch.wake import Wake
@@ -26,59 +27,11 @@ log = get_logger("monarch.poller")
 
 READABLE: Final = select.EPOLLIN
 WRITABLE: Final = select.EPOLLOUT
-_SPIN_S: Final = 200e-6
-_PREEMPTED_S: Final = 200e-6  # one round of looking takes 2 us; who has something to do takes the CPU for longer
-_FEWEST_SKIPS: Final = 8
-_MOST_SKIPS: Final = 512
+_SPIN_S: Final = 400e-6
+"""Longer than most calls take whose ends both sleep: they would never find each other awake."""
 _ROUNDS_BETWEEN: Final = 8
 """As long as rings have something, descriptors are looked at in every so-manieth round only."""
 _LONGEST_POLL_S: Final = 3600.0  # epoll counts milliseconds in an int
-
-
-class Spin:
-    """Whether to look for a while before sleeping. To wake a CPU that sleeps takes 25 us and more, each way, and one
-    that looks is there at once; but who looks in vain takes the time of those who have something to do.
-
-    So after a look in vain, or one that was interrupted for somebody else, the next waits sleep at once: 8 of them,
-    then 16, up to 512, until a look finds something. Where looking never pays, that is less than a microsecond for
-    each wait. Where each side has a virtual CPU of its own, a call over sockets takes 105 us, and not 142.
-    """
-
-    def __init__(self, time_s: float, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.time_s, self._clock = time_s, clock
-        self._skips = 0  # waits that are still to sleep at once
-        self._penalty = _FEWEST_SKIPS
-
-    def look(self, poll: Callable[[float], list[tuple[int, int]]]) -> list[tuple[int, int]]:
-        """What `poll(0)` finds within the time for it; an empty list: sleep."""
-        if not self.pays():
-            return []
-        began_s = last_s = self._clock()
-        longest_s = 0.0
-        while True:
-            events = poll(0)
-            now_s = self._clock()
-            longest_s = max(longest_s, now_s - last_s)
-            if events or now_s - began_s >= self.time_s:
-                break
-            last_s = now_s
-        self.learn(bool(events), longest_s)
-        return events
-
-    def pays(self) -> bool:
-        """Whether to look now. Then `learn` hears what came of it."""
-        if self._skips:
-            self._skips -= 1
-            return False
-        return True
-
-    def learn(self, found: bool, longest_s: float) -> None:
-        """Something was found, or not; one round of looking took `longest_s` at most."""
-        if found and longest_s < _PREEMPTED_S:
-            self._penalty = _FEWEST_SKIPS
-        else:
-            self._skips = self._penalty
-            self._penalty = min(2 * self._penalty, _MOST_SKIPS)
 
 
 class Poller:
@@ -180,12 +133,12 @@ class Poller:
         fds, readers = self._looked_at
         if not readers:
             found = self._spin.look(self._epoll.poll) if looks else []
-            return found or self._epoll.poll(timeout_s)
+            return found or self._sleep(timeout_s)
         if looks and self._spin.pays():
             self._spin.learn(*ring.look(readers, self._epoll.fileno(), self._spin.time_s))
         ready = ring.fall_asleep(readers)
         if not ready:
-            return self._epoll.poll(timeout_s)
+            return self._sleep(timeout_s)
         self._rounds += 1
         found = [(fds[at], 0) for at in ready]
         return found if self._rounds % _ROUNDS_BETWEEN else found + self._epoll.poll(0)
@@ -200,6 +153,12 @@ class Poller:
                 action()
             except Exception:
                 log.exception("poller.timer_failed")
+
+    def _sleep(self, timeout_s: float | None) -> list[tuple[int, int]]:
+        began_s = time.monotonic()
+        found = self._epoll.poll(timeout_s)
+        self._spin.slept(time.monotonic() - began_s)
+        return found
 
     def shut(self) -> None:
         """Wait for nothing more; registering fails from now on."""

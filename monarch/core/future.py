@@ -11,6 +11,7 @@ import math
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Coroutine, Generator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, Protocol, TypeVar
@@ -25,6 +26,7 @@ log = get_logger("monarch.future")
 
 R = TypeVar("R")
 _cell_lock = threading.Lock()  # guards every future's completion and callbacks; held for some instructions only
+_unseen: Final[weakref.WeakSet[Future[Any]]] = weakref.WeakSet()  # those with a failure that nobody has looked at
 
 
 class Outcome(Exception):
@@ -127,9 +129,13 @@ class Future(Generic[R]):
         return self
 
     def __del__(self) -> None:
-        trouble = self._trouble
-        if trouble is not None and not sys.is_finalizing():
-            log.warning("call.failure_unseen", failure=trouble(), hint="`get()` or `await` its future")
+        if self._trouble is not None and not sys.is_finalizing():
+            self._tell_unseen()
+
+    def _tell_unseen(self) -> None:
+        trouble, self._trouble = self._trouble, None
+        if trouble is not None:
+            tell_unseen(trouble())
 
     @classmethod
     def _completed(cls, value: R) -> Future[R]:
@@ -158,7 +164,7 @@ class Future(Generic[R]):
 
     def _complete(self, thunk: Callable[[], R], trouble: Callable[[], str] | None = None) -> bool:
         """Complete with a thunk that gives the value or raises; False when it was complete already. If it raises,
-        `trouble` says so in words: they are logged when the future goes and nobody has looked."""
+        `trouble` says so in words: they are logged when the future or the program ends, and nobody has looked."""
         with _cell_lock:
             if self._done:
                 return False
@@ -167,6 +173,8 @@ class Future(Generic[R]):
             self._done = True
             self._call = None  # it has this future, too
             callbacks, self._callbacks = self._callbacks, None
+        if trouble is not None:
+            _unseen.add(self)
         if callbacks is not None:
             for callback in callbacks:
                 callback()
@@ -376,3 +384,14 @@ class Future(Generic[R]):
     def __repr__(self) -> str:
         state = "pending" if not self._done else "failed" if self._error is not None else "done"
         return f"<Future {state}>"
+
+
+def tell_unseen(failure: str) -> None:
+    """A call has failed, and nobody looks at its future any more."""
+    log.warning("call.failure_unseen", failure=failure, hint="`get()` or `await` its future")
+
+
+def tell_all_unseen() -> None:
+    """The program ends, and with it all its futures."""
+    for future in list(_unseen):
+        future._tell_unseen()

@@ -40,6 +40,10 @@ ALL: Final = _Signals("SIGINT", *_OTHERS)
 ALL_BUT_INTERRUPT: Final = _Signals(*_OTHERS)
 
 
+interrupted_because = ""
+"""Why this process interrupts its main thread itself: the text of that KeyboardInterrupt."""
+
+
 class Held:
     """The signals that a block of the main thread holds back; their handlers run at its end, and may raise there.
 
@@ -78,6 +82,8 @@ class Held:
             try:
                 self._handlers[number](number, frame)
             except BaseException as error:
+                if isinstance(error, KeyboardInterrupt) and not error.args and interrupted_because:
+                    error.args = (interrupted_because,)
                 failed = error
         if failed is not None:
             raise failed

@@ -28,6 +28,8 @@ from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from attrs import evolve
+
 from monarch.core import deadlock, exceptions
 from monarch.core.driver import Signal
 from monarch.core.envelope import CallKey, Envelope, Flag
@@ -112,6 +114,9 @@ class Behavior(Protocol):
 _MESSAGES_PER_TURN: Final = 100
 """An actor that is flooded with calls still looks at its timers after so many."""
 
+_BLOCKED_S: Final = 0.5
+"""A cleanup that is cancelled in time gets so long to end by itself."""
+
 
 class Phase(Enum):
     """Of an actor's life."""
@@ -147,6 +152,7 @@ class Instance(Sender):
         self._concurrent: dict[asyncio.Task[Any], Envelope] = {}
         self._beside: set[asyncio.Task[Any]] = set()
         self._stopping: Down | None = None
+        self._cleans_up = False
         self._reported = threading.Lock()
 
     # ---- from any thread
@@ -417,8 +423,6 @@ class Instance(Sender):
         others = [t for t in (self._current, *self._concurrent) if t is not None]
         if others:
             await asyncio.wait(others, timeout=1.0)
-        proc = self.proc_runtime
-        proc.gateway.call_later(proc.cleanup_timeout_s + proc.release_timeout_s, partial(_overdue, weakref.ref(self)))
         await self._release()
         if constructed:
             await self._clean_up()
@@ -441,14 +445,21 @@ class Instance(Sender):
     async def _clean_up(self) -> None:
         assert self.down is not None
         limit_s = self.proc_runtime.cleanup_timeout_s
+        self._cleans_up = True
+        self.proc_runtime.gateway.call_later(limit_s + _BLOCKED_S, partial(_blocked, weakref.ref(self)))
         try:
             cleanup = self._behavior.cleanup(self.down)
             failed = cleanup if isinstance(cleanup, Down | None) else await asyncio.wait_for(cleanup, limit_s)
         except TimeoutError:
-            log.warning("cleanup.overdue", actor=self.actor_id.name, limit_s=limit_s)
-            return
+            failed = None if self._reported.locked() else self._cleanup_overdue("was cancelled")
+        self._cleans_up = False
         if failed is not None:
             self._also(failed)
+
+    def _cleanup_overdue(self, fate: str) -> Down:
+        limit_s = self.proc_runtime.cleanup_timeout_s
+        text = f"{self.member}: __cleanup__ has not ended within {limit_s:g} s (setting cleanup_timeout), and {fate}"
+        return evolve(self.proc_runtime.failed(text), actor=self.member)
 
     def _finish_loop(self) -> None:
         """Cancel what the user left on the loop, close it, and report."""
@@ -496,10 +507,9 @@ class Instance(Sender):
         return tuple(waiting_tasks(self._loop))
 
 
-def _overdue(instance: weakref.ref[Instance]) -> None:
-    """The time for an actor's end is over: report it, even if its thread is still busy with that."""
+def _blocked(instance: weakref.ref[Instance]) -> None:
+    """The time for a cleanup is over: report the actor's end, though its thread is still busy with that."""
     found = instance()
-    if found is not None and found.phase is not Phase.ENDED:
-        log.warning("cleanup.overdue", actor=found.actor_id.name, limit_s=found.proc_runtime.cleanup_timeout_s)
+    if found is not None and found._cleans_up:
         assert found.down is not None
-        found._report(found.down)
+        found._report(found.down.then(found._cleanup_overdue("blocks its thread")))

@@ -20,7 +20,7 @@ from monarch.log import get_logger
 log = get_logger("monarch.monitor")
 
 _TOMBSTONES: Final = 2_000
-_ENDED_BY_OTHERS: Final = (signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGHUP)
+_REQUESTS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 @define(frozen=True)
@@ -57,9 +57,9 @@ class Down:
 
     @property
     def crashed(self) -> bool:
-        """Whether it went wrong by itself: one that was to end and was killed for that, say, has not."""
-        by_itself = self.signal is not None and self.signal not in _ENDED_BY_OTHERS
-        return self.kind == "failed" or bool(self.code) or by_itself
+        """Whether this counts also where it was to end anyway: it did not end as it was asked to."""
+        broken_off = self.signal is not None and self.signal not in _REQUESTS
+        return self.kind == "failed" or bool(self.code) or broken_off
 
     def then(self, later: Down) -> Down:
         """Why something has ended that was about to end as this says when `later` came: the first failure counts."""

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable
 
 from monarch.core import address, settings
+from monarch.core.future import tell_all_unseen
 from monarch.core.ids import ActorId, new_number
 from monarch.core.monitor import Down
 from monarch.launch import linux, stack_signal
@@ -116,5 +117,6 @@ def main(payload: bytes) -> None:
     main_thread.serve()
     sys.stdout.flush()
     runtime.close()
+    tell_all_unseen()
     if cut_off:
         raise SystemExit(1)

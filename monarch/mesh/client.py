@@ -1,38 +1,31 @@
 """The root client: the actor that the user's script is.
 
 The first `context()` makes it, once per process, together with the agent of this host, so that `this_host()` and
-`this_proc()` work anywhere. What it owns and nobody handles the failure of, ends the program: see `_Faults`.
+`this_proc()` work anywhere. What it owns and nobody handles the failure of, ends the program: see `faults`.
 """
 
 from __future__ import annotations
 
 import atexit
-import ctypes
 import os
-import queue
 import secrets
 import signal
-import socket
-import sys
 import threading
-import time
-from collections.abc import Callable, Sequence
-from datetime import datetime
 from functools import partial
-from types import TracebackType
 
 from monarch.core import settings
 from monarch.core.envelope import Envelope
-from monarch.core.future import Future
+from monarch.core.future import Future, tell_all_unseen
 from monarch.core.ids import ActorId, ProcId, Uid, new_number
 from monarch.core.monitor import Down
 from monarch.launch import stack_signal
 from monarch.log import get_logger, show_what_was_asked_for
 from monarch.mesh import context as context_module
-from monarch.mesh import controllers, debug_service
+from monarch.mesh import controllers, debug_service, program_end
 from monarch.mesh.agent import release_owned
 from monarch.mesh.console import Console
 from monarch.mesh.context import NOWHERE, Context, set_client_context
+from monarch.mesh.faults import Faults, run_rest_of_exit
 from monarch.mesh.forwarding import make_forwarder
 from monarch.mesh.host import HostAgent, ProcessStarter, Starter
 from monarch.mesh.inspector import Collector
@@ -49,6 +42,7 @@ from monarch.transports.url import parse
 log = get_logger("monarch.client")
 
 _EXIT_BUDGET_S = 1.0
+_START_BUDGET_S = 3.0  # for processes that were sent something and are not up yet
 
 
 class RootClient(ProcClient):
@@ -61,7 +55,7 @@ class RootClient(ProcClient):
         self.desk = debug_service.serve(runtime)
         self.console = Console(runtime.gateway, self.collector.take, partial(debug_service.attend, self.desk))
         self._pid = os.getpid()
-        self._faults = _Faults()
+        self._faults = Faults()
         self._at_exit = False
         self._last_faults: list[MeshFailure] = []
         self._shutdown: Future[None] | None = None
@@ -110,22 +104,33 @@ class RootClient(ProcClient):
         """The program ends: what is owned gets `_EXIT_BUDGET_S` to stop gracefully."""
         if os.getpid() != self._pid:
             return  # a fork of the client owns nothing
+        self._faults.program_ends = True
+        hurried = False
         try:
             self._let_go()
-        except KeyboardInterrupt:
-            if not self._faults.fatal:  # else it is ours, and comes too late to end the program in its middle
-                raise
-        if self._faults.ends_program() and sys.excepthook is _exit_with_1 and not _leaving:
-            # The program came to its end in spite of the KeyboardInterrupt, or before it: the status tells the truth.
-            atexit.unregister(self.at_exit)
-            _leave_with_1()
+        except (KeyboardInterrupt, SystemExit) as error:
+            # The user cannot wait; who cannot wait even for this leaves the rest to the guardian. Or it is one of ours,
+            # which comes too late to end the program in its middle.
+            hurried = isinstance(error, KeyboardInterrupt) and not self._faults.fatal
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            self.agent.close(0.0)
+        self._faults.take_last([failure for failure in self._last_faults if failure.down.crashed])
+        tell_all_unseen()
+        atexit.unregister(self.at_exit)
+        self._faults.end_program_if_due()
+        if hurried:
+            run_rest_of_exit()
+            os.kill(os.getpid(), signal.SIGINT)
 
     def _let_go(self) -> None:
         if self._shutdown is None:
             self._at_exit = True
             self._shutdown = Future._pending(None)
-            self.proc_runtime.ports.clear()  # daemon threads that wait for an answer end with the program, silently
+            program_end.attend_no_more(self.proc_runtime)
+            if not self._faults.fatal:
+                program_end.await_starts(self.proc_runtime, _START_BUDGET_S)
             release_owned(self, Down("stopped", "the client has ended"), _EXIT_BUDGET_S)
+            program_end.tell_cut_off(self)
             self.agent.close(0.2)
             self.proc_runtime.close(0.5)
             self._shutdown._complete(lambda: None)
@@ -135,120 +140,6 @@ class RootClient(ProcClient):
             except Exception as error:
                 log.warning("shutdown.unfinished", error=str(error))
                 self.agent.close(0.2)
-        self._faults.take_last([failure for failure in self._last_faults if failure.down.crashed])
-
-
-class _Faults:
-    """Failures that nobody handled: each goes to `monarch.actor.unhandled_fault_hook`, on a thread of its own.
-
-    Where the hook raises (the default one does), the program ends: a report on stderr, KeyboardInterrupt in the main
-    thread, atexit functions, status 1. Once.
-    """
-
-    def __init__(self) -> None:
-        self.fatal = False  # the hook has raised: once is enough
-        self._told = threading.Event()
-        self._queue: queue.SimpleQueue[MeshFailure] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
-
-    def put(self, failure: MeshFailure) -> None:
-        self._queue.put(failure)
-        with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="monarch-faults", daemon=True)
-                self._thread.start()
-
-    def ends_program(self) -> bool:
-        """Whether there was a fatal one; its report has been written then."""
-        return self.fatal and self._told.wait(_EXIT_BUDGET_S)
-
-    def take_last(self, failures: Sequence[MeshFailure]) -> None:
-        """Those of a program that ends anyway, on the thread that ends it."""
-        for failure in failures:
-            error = self._unhandled(failure)
-            if error is not None:
-                self._report(failure, error)
-
-    def _run(self) -> None:
-        while True:
-            failure = self._queue.get()
-            error = self._unhandled(failure)
-            if error is not None:
-                self._end_program(failure, error)
-
-    def _unhandled(self, failure: MeshFailure) -> BaseException | None:
-        """What the hook raises, the first time that it does."""
-        if self.fatal:
-            return None
-        hook: Callable[[MeshFailure], object] = sys.modules["monarch.actor"].unhandled_fault_hook
-        try:
-            hook(failure)
-        except BaseException as error:
-            self.fatal = True
-            return error
-        return None
-
-    def _report(self, failure: MeshFailure, error: BaseException) -> None:
-        now = datetime.now().isoformat(sep=" ", timespec="seconds")
-        text = f"Unhandled monarch error on the root actor, hostname={socket.gethostname()}, PID={os.getpid()} at time "
-        because = "" if isinstance(error, SystemExit) else f"\nunhandled_fault_hook raised {error!r}"
-        try:
-            sys.stderr.write(f"{text}{now}: {failure.report()}{because}\n")
-            sys.stderr.flush()
-        finally:
-            sys.excepthook = _exit_with_1
-            self._told.set()
-
-    def _end_program(self, failure: MeshFailure, error: BaseException) -> None:
-        self._report(failure, error)
-        main = threading.main_thread().ident or 0
-        if callable(signal.getsignal(signal.SIGINT)):
-            signal.pthread_kill(main, signal.SIGINT)
-            _end_calls_of_the_system(main)
-            return
-        # Nobody handles SIGINT, as in a script that a shell runs in the background: raise it in the main thread, which
-        # may be in a call of the system for ever.
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(main), ctypes.py_object(KeyboardInterrupt))
-        time.sleep(2 * _EXIT_BUDGET_S)
-        if not _leaving:
-            _leave_with_1()
-
-
-def _end_calls_of_the_system(thread: int) -> None:
-    """A SIGINT that comes just before the main thread begins a `time.sleep` does not end it: Python looks at signals
-    only when a call is interrupted. So interrupt it, by a signal that does nothing else."""
-    if signal.getsignal(signal.SIGURG) is not signal.SIG_DFL:
-        return  # the program has its own use for it
-    libc = ctypes.CDLL(None)
-    libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
-    libc.signal.restype = ctypes.c_void_p
-    libc.signal(signal.SIGURG, ctypes.cast(libc.getppid, ctypes.c_void_p))  # any function without effect
-    libc.siginterrupt(signal.SIGURG, 1)
-    for pause_s in (0.02, 0.2, 1.0):
-        time.sleep(pause_s)
-        signal.pthread_kill(thread, signal.SIGURG)
-
-
-_leaving = False
-
-
-def _exit_with_1(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """`sys.excepthook` of a program that ends by a fault. An uncaught KeyboardInterrupt would end it by SIGINT, and
-    would skip nothing on its way but the status: so run the rest of a normal end here, and leave with 1."""
-    if not isinstance(error, KeyboardInterrupt):
-        sys.__excepthook__(kind, error, trace)
-    _leave_with_1()
-
-
-def _leave_with_1() -> None:
-    global _leaving
-    _leaving = True
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)
 
 
 def make() -> Context:

@@ -81,6 +81,10 @@ class OwnedActors:
             then()
         return not expected
 
+    def left(self) -> list[tuple[Member, ProcId]]:
+        """The members that have not ended, and where they are."""
+        return [(self._describe(rank), proc) for rank, proc in enumerate(self.procs) if rank not in self.downs]
+
     def when_told(self, rank: int, then: Callable[[], None]) -> None:
         """Call `then` once the end of a member has been dealt with here; at once if it has. One waits for each."""
         with self._lock:

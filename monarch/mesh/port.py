@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 from monarch.core import codec, exceptions, inquiries
 from monarch.core.deadlock import Wait
 from monarch.core.envelope import Envelope, Flag, Kind
-from monarch.core.future import Future, Outcome
+from monarch.core.future import Future, Outcome, tell_unseen
 from monarch.core.ids import ActorId, PortId, ProcId
 from monarch.core.monitor import Down
 from monarch.core.proc import Proc
@@ -321,6 +321,25 @@ class Members:
         return call_failed(self.describe(rank), base, self.mesh_name, down, f"{self.mesh_name}.{self.method}", fate)
 
 
+class Unattended:
+    """The reply port of a call whose caller's program ends. Nobody waits any more; the first error is told."""
+
+    def __init__(self, members: Members, told: bool = False) -> None:
+        self._members = members
+        self._told = told
+
+    def deliver(self, envelope: Envelope) -> None:
+        if envelope.flags & Flag.ERROR and not self._told:
+            self._told = True
+            tell_unseen(self._members.trouble(envelope))
+
+    def bounced(self, envelope: Envelope, down: Down) -> None:
+        pass
+
+    def proc_gone(self, key: int, down: Down) -> None:
+        pass
+
+
 class CallSink:
     """What the reply port of a call stands for; the `Call` of its futures (see `core.future`)."""
 
@@ -337,6 +356,10 @@ class CallSink:
 
     def _close(self) -> None:
         self._runtime.ports.pop(self.number, None)
+
+    def unattended(self) -> Unattended | None:
+        """What takes its place when the program ends; None where errors are results."""
+        return Unattended(self._members)
 
     def _left(self) -> list[int]:
         """The ranks that have not answered."""
@@ -375,6 +398,9 @@ class CallSink:
         self._give_up(error)
         self._withdraw(left)
 
+    def _trouble_of(self, reply: Envelope) -> Callable[[], str] | None:
+        return partial(self._members.trouble, reply) if reply.flags & Flag.ERROR else None
+
     def explain(self, limit_s: float) -> str:
         return pending.explain(self._runtime, self._members, self.number, self._left(), limit_s)
 
@@ -412,8 +438,7 @@ class OneReply(CallSink, Generic[R]):
 
     def deliver(self, envelope: Envelope) -> None:
         self._close()
-        trouble = partial(self._members.trouble, envelope) if envelope.flags & Flag.ERROR else None
-        self.future._complete(partial(decode_value, envelope, self._members), trouble)
+        self.future._complete(partial(decode_value, envelope, self._members), self._trouble_of(envelope))
 
     def bounced(self, envelope: Envelope, down: Down) -> None:
         self._close()
@@ -478,8 +503,14 @@ class MeshReply(CallSink, Generic[R]):
     def _trouble(self) -> Callable[[], str] | None:
         for outcome in self._outcomes:
             if isinstance(outcome, Envelope) and outcome.flags & Flag.ERROR:
-                return partial(self._members.trouble, outcome)
+                return self._trouble_of(outcome)
         return None
+
+    def unattended(self) -> Unattended | None:
+        trouble = self._trouble()
+        if trouble is not None:
+            tell_unseen(trouble())
+        return Unattended(self._members, told=trouble is not None)
 
     @staticmethod
     def _result(members: Members, outcomes: Sequence[Envelope | Exception | None]) -> ValueMesh[Any]:
@@ -497,8 +528,7 @@ class FailFastReply(MeshReply[R]):
     def deliver(self, envelope: Envelope) -> None:
         if envelope.flags & Flag.ERROR:
             self._close()
-            trouble = partial(self._members.trouble, envelope)
-            self.future._complete(partial(decode_value, envelope, self._members), trouble)
+            self.future._complete(partial(decode_value, envelope, self._members), self._trouble_of(envelope))
         else:
             super().deliver(envelope)
 
@@ -510,6 +540,9 @@ class SettledReply(MeshReply[R | BaseException]):
         self._note(rank, error)
 
     def _trouble(self) -> None:
+        return None
+
+    def unattended(self) -> None:
         return None
 
     @staticmethod
@@ -567,7 +600,7 @@ class StreamReply(CallSink, Generic[R]):
     def deliver(self, envelope: Envelope) -> None:
         future = self._next(envelope.rank)
         if future is not None:
-            future._complete(partial(decode_value, envelope, self._members))
+            future._complete(partial(decode_value, envelope, self._members), self._trouble_of(envelope))
 
     def bounced(self, envelope: Envelope, down: Down) -> None:
         future = self._next(envelope.rank)

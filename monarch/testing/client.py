@@ -21,6 +21,7 @@ from monarch.mesh import context as context_module
 from monarch.mesh.actor_mesh import ActorMesh
 from monarch.mesh.client import RootClient
 from monarch.mesh.context import Context
+from monarch.mesh.faults import Faults
 from monarch.mesh.ownership import OwnedActors
 from monarch.mesh.proc_mesh import ProcMesh
 from monarch.mesh.shape import Region, Slice
@@ -45,7 +46,7 @@ class UnexpectedFaults(AssertionError):
         self.failures = failures
 
 
-class _Faults(client_module._Faults):
+class _Faults(Faults):
     """Failures that nobody handled, recorded instead of ending the program. A hook of the test's own is called."""
 
     def __init__(self, default_hook: object) -> None:

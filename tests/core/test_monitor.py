@@ -148,8 +148,8 @@ def test_a_down_reads_as_its_reason_and_pickles() -> None:
         (Down("unreachable", "nobody knows"), False),
         (Down("exited", "by itself", code=0), False),
         (Down("exited", "by itself", code=1), True),
-        *((Down("killed", "by others", signal=number), False) for number in (1, 2, 9, 15)),
-        *((Down("killed", "by itself", signal=number), True) for number in (4, 6, 7, 8, 11)),
+        *((Down("killed", "asked by others", signal=number), False) for number in (1, 2, 15)),
+        *((Down("killed", "in its middle", signal=number), True) for number in (4, 6, 7, 8, 9, 11)),
     ],
 )
 def test_a_crash_is_what_goes_wrong_by_itself(down: Down, crashed: bool) -> None:

@@ -353,7 +353,7 @@ def test_an_interpreter_that_native_code_holds_for_a_minute_is_not_dead() -> Non
     assert ends == [("", 0)] * 3
 
 
-def test_a_death_during_a_stop_is_no_failure(client: TestClient, channel: Any) -> None:
+def test_a_death_during_a_stop_ends_it_and_is_missed_by_nobody(client: TestClient, channel: Any) -> None:
     port, receiver = channel
     procs = this_host().spawn_procs({"gpus": 2})
     cleaners = procs.spawn("cleaners", Cleaner, port, "c")
@@ -364,7 +364,8 @@ def test_a_death_during_a_stop_is_no_failure(client: TestClient, channel: Any) -
     client.kill(procs)
 
     stopping.get(LIMIT_S)
-    assert client.faults.values == []
+    told = [client.expect_fault(r"Killed\(sig=9\).*, while it was being stopped") for _ in range(2)]
+    assert sorted(failure.crashed_ranks[0] for failure in told) == [0, 1]
 
 
 @pytest.mark.slow

@@ -143,6 +143,8 @@ def test_a_cleanup_that_hangs_is_cut_off(client: TestClient, blocks: bool) -> No
     hanging.ping.call().get(10)
 
     hanging.stop().get(10)
+    told = [client.expect_fault("__cleanup__ has not ended within 1 s") for _ in range(2)]
+    assert sorted(failure.crashed_ranks[0] for failure in told) == [0, 1]
     procs.stop().get(10)
 
 
@@ -161,7 +163,9 @@ def test_a_cleanup_that_raises_is_a_failure(shared: Shared, alone: Any) -> None:
         (Exit(7, signal=9), None, False, "killed"),
         (Exit(None, error="no such file"), None, False, "exited"),
         (Exit(7, code=0), "asked", False, "stopped"),
-        (Exit(7, signal=9), "asked", False, "stopped"),
+        (Exit(7, signal=15), "asked", False, "stopped"),
+        (Exit(7, signal=9), "asked", False, "killed"),
+        (Exit(7, signal=9), "asked", True, "stopped"),
         (Exit(None, error="no such file"), "asked", False, "stopped"),
         (Exit(7, code=5), "asked", False, "exited"),
         (Exit(7, signal=11), "asked", False, "killed"),

@@ -297,6 +297,66 @@ def test_a_failure_over_the_last_messages_of_a_program_is_no_success(end: str) -
     assert "exit handler" in done.stdout
 
 
+def test_a_call_that_fails_after_the_last_line_is_told_of() -> None:
+    done = run(
+        before="w = this_host().spawn_procs().spawn('w', Worker); w.fail.call('dropped'); kept = w.fail.call('kept')\n"
+        "sys.exit()"
+    )
+
+    assert done.returncode == 0
+    assert done.stderr.count("call.failure_unseen") == 2
+    assert "Worker w.fail raised ValueError: dropped" in done.stderr and "ValueError: kept" in done.stderr
+
+
+@pytest.mark.slow
+def test_an_actor_whose_cleanup_is_cut_off_by_the_end_of_the_program_is_told_of() -> None:
+    done = run(
+        before="from tests.mesh.actors import HangingCleaner\n"
+        "h = this_host().spawn_procs({'gpus': 2}).spawn('h', HangingCleaner, True); h.ping.call().get()\nsys.exit()"
+    )
+
+    assert done.returncode == 0
+    assert "exit.cut_off actors=\"tests.mesh.actors.HangingCleaner h{'gpus': 0/2}, " in done.stderr
+
+
+@pytest.mark.slow
+def test_actors_whose_processes_come_up_too_late_are_told_of() -> None:
+    done = run(
+        before="from monarch.actor import BootstrapCommand\n"
+        "slow = this_host().spawn_procs(bootstrap_command=BootstrapCommand('sleep', None, ('60',)))\n"
+        "slow.spawn('slow', Worker).echo.broadcast(1)\nsys.exit()"
+    )
+
+    assert done.returncode == 0
+    assert "exit.unserved actors='tests.mesh.actors.Worker slow'" in done.stderr
+
+
+@pytest.mark.slow
+def test_ctrl_c_twice_ends_a_program_at_once_and_quietly() -> None:
+    program = (
+        "import os, time\nfrom monarch.actor import Actor, endpoint, this_host\n"
+        "class Slow(Actor):\n"
+        "    @endpoint\n    def pid(self): return os.getpid()\n"
+        "    def __cleanup__(self, exc): print('cleaning', flush=True); time.sleep(60)\n"
+        "pid = this_host().spawn_procs().spawn('slow', Slow).pid.call_one().get()\n"
+        "print(pid, flush=True)\ntime.sleep(60)\n"
+    )
+    environ = {"PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(filter(None, sys.path))}
+    done = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ
+    )
+    assert done.stdout is not None
+    pid = int(done.stdout.readline())
+    done.send_signal(signal.SIGINT)
+    assert done.stdout.readline() == "cleaning\n"
+    done.send_signal(signal.SIGINT)
+    _, err = done.communicate(timeout=20)
+
+    assert done.returncode == -signal.SIGINT
+    assert "ignored" not in err and "monarch" not in err
+    wait_until_gone(pid)
+
+
 @pytest.mark.slow
 def test_a_hook_that_returns_lets_the_program_go_on() -> None:
     done = run(

@@ -1,0 +1,141 @@
+"""Failures that nobody handled, and how they end the program: see `Faults`."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from types import TracebackType
+
+from monarch.core import held
+from monarch.supervision.failure import MeshFailure
+
+_TELL_LIMIT_S = 1.0
+_leaving = False
+
+
+class Faults:
+    """Failures that nobody handled: each goes to `monarch.actor.unhandled_fault_hook`, on a thread of its own.
+
+    Where the hook raises (the default one does), the program ends: a report on stderr, KeyboardInterrupt in the main
+    thread, atexit functions, status 1. Once.
+    """
+
+    def __init__(self) -> None:
+        self.fatal = False  # the hook has raised: once is enough
+        self.program_ends = False  # by itself, in any case
+        self._told = threading.Event()
+        self._queue: queue.SimpleQueue[MeshFailure] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def put(self, failure: MeshFailure) -> None:
+        self._queue.put(failure)
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="monarch-faults", daemon=True)
+                self._thread.start()
+
+    def end_program_if_due(self) -> None:
+        """The program is at its end in spite of the KeyboardInterrupt, or before it: its status tells the truth."""
+        if self.fatal and self._told.wait(_TELL_LIMIT_S) and sys.excepthook is exit_with_1 and not _leaving:
+            leave_with_1()
+
+    def take_last(self, failures: Sequence[MeshFailure]) -> None:
+        """Those of a program that ends anyway, on the thread that ends it."""
+        for failure in failures:
+            error = self._unhandled(failure)
+            if error is not None:
+                self._report(failure, error)
+
+    def _run(self) -> None:
+        while True:
+            failure = self._queue.get()
+            error = self._unhandled(failure)
+            if error is not None:
+                self._end_program(failure, error)
+
+    def _unhandled(self, failure: MeshFailure) -> BaseException | None:
+        """What the hook raises, the first time that it does."""
+        if self.fatal:
+            return None
+        hook: Callable[[MeshFailure], object] = sys.modules["monarch.actor"].unhandled_fault_hook
+        try:
+            hook(failure)
+        except BaseException as error:
+            self.fatal = True
+            return error
+        return None
+
+    def _report(self, failure: MeshFailure, error: BaseException) -> None:
+        now = datetime.now().isoformat(sep=" ", timespec="seconds")
+        text = f"Unhandled monarch error on the root actor, hostname={socket.gethostname()}, PID={os.getpid()} at time "
+        because = "" if isinstance(error, SystemExit) else f"\nunhandled_fault_hook raised {error!r}"
+        try:
+            sys.stderr.write(f"{text}{now}: {failure.report()}{because}\n")
+            sys.stderr.flush()
+        finally:
+            sys.excepthook = exit_with_1
+            self._told.set()
+
+    def _end_program(self, failure: MeshFailure, error: BaseException) -> None:
+        self._report(failure, error)
+        if self.program_ends:
+            return
+        held.interrupted_because = f"{failure.member}: {failure.down}"
+        main = threading.main_thread().ident or 0
+        if callable(signal.getsignal(signal.SIGINT)):
+            signal.pthread_kill(main, signal.SIGINT)
+            _end_calls_of_the_system(main)
+            return
+        # Nobody handles SIGINT, as in a script that a shell runs in the background: raise it in the main thread, which
+        # may be in a call of the system for ever.
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(main), ctypes.py_object(KeyboardInterrupt))
+        time.sleep(2 * _TELL_LIMIT_S)
+        if not _leaving:
+            leave_with_1()
+
+
+def _end_calls_of_the_system(thread: int) -> None:
+    """A SIGINT that comes just before the main thread begins a `time.sleep` does not end it: Python looks at signals
+    only when a call is interrupted. So interrupt it, by a signal that does nothing else."""
+    if signal.getsignal(signal.SIGURG) is not signal.SIG_DFL:
+        return  # the program has its own use for it
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    libc.signal.restype = ctypes.c_void_p
+    libc.signal(signal.SIGURG, ctypes.cast(libc.getppid, ctypes.c_void_p))  # any function without effect
+    libc.siginterrupt(signal.SIGURG, 1)
+    for pause_s in (0.02, 0.2, 1.0):
+        time.sleep(pause_s)
+        signal.pthread_kill(thread, signal.SIGURG)
+
+
+def exit_with_1(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """`sys.excepthook` of a program that ends by a fault. An uncaught KeyboardInterrupt would end it by SIGINT, and
+    would skip nothing on its way but the status: so run the rest of a normal end here, and leave with 1."""
+    if not isinstance(error, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, trace)
+    leave_with_1()
+
+
+def leave_with_1() -> None:
+    global _leaving
+    _leaving = True
+    threading._shutdown()  # type: ignore[attr-defined]
+    run_rest_of_exit()
+    os._exit(1)
+
+
+def run_rest_of_exit() -> None:
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()

@@ -13,6 +13,7 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 from unittest import mock
@@ -192,7 +193,7 @@ def join(a: Node, b: Node, back_counts: Counts | None = None) -> None:
     dialer, acceptor = CountedLink("b", there, back, bells[0]), CountedLink("a", back, there, bells[1])
     dialer.counts = [a.counts]
     acceptor.counts = [b.counts] if back_counts is None else [b.counts, back_counts]
-    b.gateway._await_hello(acceptor, None)
+    b.gateway._links.expect(acceptor, partial(b.gateway._on_hello, None))
     a.gateway._greet(a.gateway.peer(b.proc_id), dialer, lambda *, silent, reason="": None)
 
 

@@ -23,6 +23,7 @@ from attrs import define
 
 from monarch.core.address import Place
 from monarch.core.ids import ProcId
+from monarch.core.links import Refused
 from monarch.core.monitor import Down
 from monarch.core.peer import Peer, State
 from monarch.errors import AuthenticationError
@@ -32,12 +33,6 @@ from monarch.transports.base import Link
 _AT_ONCE: Final = 8
 _PAUSE_FIRST_S: Final = 0.005
 _PAUSE_MOST_S: Final = 0.5
-
-
-class Refused(Protocol):
-    def __call__(self, *, silent: bool, reason: str = "") -> None:
-        """A link that was dialed came to nothing; `silent`: no hello came in time; `reason`: what the other said."""
-        ...
 
 
 class Reach(Protocol):

@@ -22,20 +22,23 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Final
 
 from attrs import define, evolve
 
+from monarch.core import goodbye
 from monarch.core.address import EVERYWHERE, Place, joined
-from monarch.core.dialer import Dialer, Refused
+from monarch.core.dialer import Dialer
 from monarch.core.driver import Driver, Signal
 from monarch.core.envelope import Envelope, Flag, parse
 from monarch.core.heartbeats import Heartbeats
 from monarch.core.ids import ProcId
+from monarch.core.links import Links, Refused
 from monarch.core.monitor import Down
 from monarch.core.peer import Peer, State
 from monarch.core.poller import WRITABLE, Poller
-from monarch.core.protocol import FrameType, Hello, Session, frame_type, refusal, refused_because
+from monarch.core.protocol import FrameType, Hello, Session, frame_type, refused_because
 from monarch.core.router import DELIVER, Bounce, Deliver, Forward, route
 from monarch.core.ways import Ways
 from monarch.errors import LinkClosed, MonarchError, ProtocolError, TransportError
@@ -44,8 +47,6 @@ from monarch.transports.base import Buffer, Frame, Link, Listener, Missing, Tran
 
 log = get_logger("monarch.gateway")
 
-_GOODBYE_LIMIT_S: Final = 1.0
-_GOODBYE_LEAST_S: Final = 0.05
 _LAST_WORDS_LIMIT_S: Final = 0.25
 _LINGER_S: Final = 0.001  # a side thread leaves the outboxes to those who fill them for so long; epoll counts in ms
 _GONE_KEPT: Final = 256
@@ -62,10 +63,6 @@ class Limits:
     mailbox_bytes: int = 256 << 20
     hello_timeout_s: float = 10.0
     host_timeout_s: float = 8.0
-
-
-def _ignore(*, silent: bool, reason: str = "") -> None:
-    """Who dials us tries again by itself."""
 
 
 class Gateway:
@@ -103,8 +100,7 @@ class Gateway:
         self._lock = threading.Lock()
         self.is_closed = False
         self._poller = Poller()
-        self._links: dict[Link, int] = {}  # every link that was registered and not dropped yet, and its descriptor
-        self._newcomers: dict[Link, Refused] = {}  # those whose hello is awaited, and who hears of a refusal
+        self._links = Links(self._poller, self.limits.hello_timeout_s)
         self._owing_acks: set[Peer] = set()
         self._corked: deque[Peer] = deque()  # those whose outbox the next pump looks at
         self._linger_until_s = 0.0
@@ -140,7 +136,8 @@ class Gateway:
         listener = self.ways.transport(url).listen(url, secret)
         place = self.ways.join(listener.url, secret)
         self._listeners[place] = listener
-        self._poller.register(listener.fileno(), lambda _: self._on_listener(listener))
+        hear = partial(self._on_hello, None)
+        self._poller.register(listener.fileno(), lambda _: self._links.accept(listener, hear))
         self._tell_address()
         return place
 
@@ -173,27 +170,7 @@ class Gateway:
         if self.is_closed:
             return
         deadline_s = time.monotonic() + timeout_s
-        signal = Signal()
-        told: set[Link] = set()
-
-        def settled() -> bool:
-            left = False
-            for peer in list(self.peers.values()):
-                link = peer.link
-                if link is None:
-                    left = left or bool(peer.session.unacked and peer.dialing is not None and not peer.said_goodbye)
-                    continue
-                if link not in told:
-                    told.add(link)
-                    peer.say(FrameType.GOODBYE)
-                left = left or bool(peer.session.unacked or peer.outbox)
-            return not left
-
-        while time.monotonic() < deadline_s and not settled():
-            # Acknowledgements come in through the pump; look again after each.
-            signal.clear()
-            self.call_later(0.001, signal.notify)
-            self.driver.wait(signal, deadline_s - time.monotonic())
+        goodbye.settle(self.peers, self.driver, self.call_later, deadline_s)
         self.is_closed = True
         self._dialer.close()
         self.driver.stop()
@@ -201,20 +178,8 @@ class Gateway:
             listener.close()
         self._poller.shut()  # first: a link dialed at this moment fails to register, and is dropped by its thread
         for peer in list(self.peers.values()):
-            with peer.lock:
-                link, peer.link = peer.link, None
-                waiting = peer.waiters()
-            left_s = (
-                min(max(deadline_s - time.monotonic(), _GOODBYE_LEAST_S), _GOODBYE_LIMIT_S) if timeout_s > 0 else 0.0
-            )
-            if link is not None and not link.blocked and left_s > 0:
-                link.close(left_s)  # an abort could overtake the goodbye
-            for notify in waiting:
-                notify()
-        for link in list(self._links):
-            link.abort()
-        self._links.clear()
-        self._newcomers.clear()
+            goodbye.part(peer, deadline_s if timeout_s > 0 else None)
+        self._links.abort()
         self._poller.close()
 
     # ---- the pump
@@ -415,12 +380,7 @@ class Gateway:
 
     def adopt(self, link: Link, frames: list[Frame]) -> None:
         """Take a link that another acceptor of this OS process has accepted, and the frames that it has read."""
-
-        def take() -> None:
-            self._await_hello(link, None)
-            self._on_first(link, None, frames)
-
-        self.call_later(0.0, take)
+        self.call_later(0.0, lambda: self._links.adopt(link, partial(self._on_hello, None), frames))
 
     def _keeps(self, proc: ProcId) -> bool:
         return proc.keeper is not None and proc.keeper.key == self.key
@@ -431,104 +391,42 @@ class Gateway:
         return Hello(str(self.proc), self.address, received, os.getpid(), socket.gethostname(), *kind)
 
     def _greet(self, peer: Peer, link: Link, refused: Refused) -> None:
-        """A link that we dialed: say hello, and wait for the answer in the pump. `refused` hears when there is none."""
+        """A link that we dialed: say hello, and expect the answer in the pump. `refused` hears when there is none."""
         try:
             link.send_nowait([self._hello(peer).encode()])
-            self._await_hello(link, peer, refused)
+            self._links.expect(link, partial(self._on_hello, peer), refused)
         except BaseException:
-            self._drop(link)
+            self._links.drop(link)
             raise
 
-    def _await_hello(self, link: Link, dialed: Peer | None, refused: Refused = _ignore) -> None:
-        self._newcomers[link] = refused
-        self._links[link] = fd = link.fileno()
-        self._poller.register(fd, lambda _: self._on_hello(link, dialed), link.ring)
-        if link.blocked:
-            self._poller.watch(fd, True)
-        self.call_later(self.limits.hello_timeout_s, lambda: self._drop_if_silent(link))
-
-    def _on_listener(self, listener: Listener) -> None:
-        for link in listener.accept_nowait():
-            self._await_hello(link, None)
-            self._on_hello(link, None)
-
-    def _drop_if_silent(self, link: Link) -> None:
-        if link in self._newcomers:
-            log.info("link.silent", peer=link.peer, limit_s=self.limits.hello_timeout_s)
-            self._drop(link, silent=True)
-
-    def _drop(self, link: Link, *, silent: bool = False, reason: str = "") -> None:
-        """End a link, once: its descriptor may soon be another's."""
-        refused = self._let_go(link)
-        link.abort()
-        if refused is not None:
-            refused(silent=silent, reason=reason)
-
-    def _let_go(self, link: Link) -> Refused | None:
-        """Look at a link no more; who is to hear that it came to nothing, if it had not come to anything yet."""
-        fd = self._links.pop(link, None)
-        if fd is not None:
-            self._poller.unregister(fd)
-        return self._newcomers.pop(link, None)
-
-    def _on_hello(self, link: Link, dialed: Peer | None) -> None:
-        try:
-            if link.blocked:
-                link.flush_nowait()
-            frames = link.recv_nowait()
-        except (TransportError, ProtocolError) as error:
-            log.debug("link.refused", peer=link.peer, error=str(error))
-            self._drop(link)
-            return
-        if frames:
-            self._on_first(link, dialed, frames)
-
-    def _on_first(self, link: Link, dialed: Peer | None, frames: list[Frame]) -> None:
+    def _on_hello(self, dialed: Peer | None, link: Link, frames: list[Frame]) -> None:
         """The first frames of a new link: who is there, and what it has of the session."""
-        try:
-            reason = refused_because(frames[0])
-            if reason:
-                log.info("link.refused", peer=link.peer, reason=reason)
-                self._drop(link, reason=reason)
-                return
-            hello = Hello.decode(frames[0])
-            proc = ProcId.from_string(hello.proc)
-            if dialed is None and hello.to and hello.to != str(self.proc.uid):
-                self._refuse(link, f"{hello.to} is not here; here is {self.proc.uid}")
-                return
-            peer = dialed if dialed is not None else self.peer(proc)
-            if peer.down is not None or proc != peer.proc:
-                log.debug("link.unwanted", peer=link.peer, proc=hello.proc)
-                self._drop(link)
-                return
-            if dialed is None:
-                # Our own hello goes first on this link, before any frame of the session.
-                link.send_nowait([self._hello(peer).encode()])
-            attached = self._attach(peer, link, hello, we_dialed=dialed is not None)
-        except TransportError as error:
-            log.debug("link.refused", peer=link.peer, error=str(error))
-            self._drop(link)
+        reason = refused_because(frames[0])
+        if reason:
+            log.info("link.refused", peer=link.peer, reason=reason)
+            self._links.drop(link, reason=reason)
             return
-        except (ProtocolError, ValueError) as error:
-            log.warning("link.refused", peer=link.peer, error=str(error))
-            if dialed is None:
-                self._refuse(link, str(error))
-            else:
-                self._drop(link, reason=str(error))
+        hello = Hello.decode(frames[0])
+        proc = ProcId.from_string(hello.proc)
+        if dialed is None and hello.to and hello.to != str(self.proc.uid):
+            self._links.refuse(link, f"{hello.to} is not here; here is {self.proc.uid}")
             return
-        if not attached:
-            self._drop(link)
+        peer = dialed if dialed is not None else self.peer(proc)
+        if peer.down is not None or proc != peer.proc:
+            log.debug("link.unwanted", peer=link.peer, proc=hello.proc)
+            self._links.drop(link)
+            return
+        if dialed is None:
+            # Our own hello goes first on this link, before any frame of the session.
+            link.send_nowait([self._hello(peer).encode()])
+        if not self._attach(peer, link, hello, we_dialed=dialed is not None):
+            self._links.drop(link)
             return
         try:
             peer.flush(link)
             self._take(peer, link, frames[1:])
         except (TransportError, ProtocolError) as error:
             self._lost(peer, link, error)
-
-    def _refuse(self, link: Link, reason: str) -> None:
-        """End a newcomer's link, and say why."""
-        self._let_go(link)
-        refuse(link, reason)
 
     def _attach(self, peer: Peer, link: Link, hello: Hello, *, we_dialed: bool) -> bool:
         """Let `link` carry the peer's session; False when another link has precedence."""
@@ -539,10 +437,9 @@ class Gateway:
             if old is not None and peer.we_dialed != we_dialed and we_dialed != (self.key < peer.key):
                 return False  # both dialed: the link of the smaller key stays
             waiting = peer.attach(link, hello, we_dialed=we_dialed)
-            self._newcomers.pop(link, None)
-            self._poller.replace(link.fileno(), lambda event: self._on_link(peer, link, event))
+            self._links.carry(link, lambda event: self._on_link(peer, link, event))
         if old is not None:
-            self._drop(old)
+            self._links.drop(old)
         log.debug("link.up", peer=str(peer.proc.uid), via=link.peer)
         if peer.steady and self.is_elsewhere(peer.proc):
             self._heartbeats.watch(peer)
@@ -567,7 +464,7 @@ class Gateway:
             current = peer.link is link
             if current:
                 peer.detach()
-        self._drop(link)
+        self._links.drop(link)
         if not current:
             return  # another has taken its place
         log.debug("link.lost", peer=str(peer.proc.uid), error=str(error))
@@ -624,7 +521,7 @@ class Gateway:
                     self._take(peer, link, frames)
             except (TransportError, ProtocolError):
                 pass
-            self._drop(link)
+            self._links.drop(link)
         with peer.lock:
             undelivered = peer.abandon()
             waiting = peer.waiters()
@@ -654,20 +551,6 @@ class Gateway:
                 peer.waiting_for_state.append(notify)
                 return
         notify()
-
-
-def refuse(link: Link, reason: str) -> None:
-    """Say why a link is not wanted, and end it: on a thread, because an abort could overtake the words."""
-
-    def end() -> None:
-        try:
-            link.send_nowait([refusal(reason)])
-        except TransportError:
-            link.abort()
-        else:
-            link.close(_GOODBYE_LIMIT_S)
-
-    threading.Thread(target=end, name="monarch-refuse", daemon=True).start()
 
 
 class PeerGone(MonarchError):

@@ -20,12 +20,11 @@ from attrs import define, evolve, field
 from monarch.core import settings
 from monarch.core.address import EVERYWHERE, Place, domain_of
 from monarch.core.envelope import Envelope
-from monarch.core.gateway import refuse
 from monarch.core.ids import ProcId, Uid
+from monarch.core.links import Links
 from monarch.core.monitor import Down
 from monarch.core.poller import Poller
 from monarch.core.protocol import Hello
-from monarch.errors import ProtocolError, TransportError
 from monarch.log import get_logger, show_what_was_asked_for
 from monarch.mesh.forwarding import Forwarder
 from monarch.mesh.host import HostAgent, ProcessStarter, Running, Start
@@ -108,10 +107,10 @@ class Worker:
         schemes = dict.fromkeys([scheme, url.scheme] if self._openings else [scheme])
         self._starter = ProcessStarter(self, [*schemes])
         self._tenants: dict[str, _Tenant] = {}
-        self._newcomers: dict[Link, int] = {}
+        self._links = Links(self._poller, _HELLO_S)
         self._over = False
         self._lock = threading.Lock()
-        self.add_pollable(self._listener.fileno(), self._accept)
+        self.add_pollable(self._listener.fileno(), lambda: self._links.accept(self._listener, self._on_hello))
         log.info("worker.listening", address=self.url, processes=scheme, reason=choice.reason)
 
     # ---- the loop
@@ -140,62 +139,23 @@ class Worker:
         self._starter.close(_ORPHAN_GRACE_S)
         for thread in [self._close(tenant) for tenant in list(self._tenants.values())]:
             thread.join(2 * _GOODBYE_S)
-        for link in list(self._newcomers):
-            link.abort()
+        self._links.abort()
 
     # ---- newcomers
 
-    def _accept(self) -> None:
-        for link in self._listener.accept_nowait():
-            self._newcomers[link] = fd = link.fileno()
-            self._poller.register(fd, lambda _, link=link: self._on_first(link))  # type: ignore[misc]
-            self._poller.call_later(_HELLO_S, lambda link=link: self._drop(link))  # type: ignore[misc]
-            self._on_first(link)
-
-    def _forget(self, link: Link) -> bool:
-        fd = self._newcomers.pop(link, None)
-        if fd is not None:
-            self._poller.unregister(fd)
-        return fd is not None
-
-    def _drop(self, link: Link) -> None:
-        if self._forget(link):
-            link.abort()
-
-    def _on_first(self, link: Link) -> None:
-        if link not in self._newcomers:
-            return
-        try:
-            frames = link.recv_nowait()
-            if not frames:
-                return
-            hello = Hello.decode(frames[0])
-            client = ProcId.from_string(hello.proc)
-            wanted = Uid.from_string(hello.to)
-        except TransportError as error:
-            log.debug("link.refused", peer=link.peer, error=str(error))
-            self._drop(link)
-            return
-        except (ProtocolError, ValueError) as error:
-            log.warning("link.refused", peer=link.peer, error=str(error))
-            self._refuse(link, str(error))
-            return
-        self._hand_over(link, frames, hello, client, wanted)
-
-    def _refuse(self, link: Link, reason: str) -> None:
-        self._forget(link)
-        refuse(link, reason)
-
-    def _hand_over(self, link: Link, frames: list[Frame], hello: Hello, client: ProcId, wanted: Uid) -> None:
+    def _on_hello(self, link: Link, frames: list[Frame]) -> None:
+        """Hand a new link to the agent that it is for, which is made for a client that attaches."""
+        hello = Hello.decode(frames[0])
+        client = ProcId.from_string(hello.proc)
+        wanted = Uid.from_string(hello.to)
         tenant = self._tenants.get(hello.to)
         if tenant is None and hello.attaches:
             tenant = self._make(client, wanted)
         if tenant is None or tenant.leaving:
-            self._refuse(
-                link, f"this worker knows no agent {hello.to}: its client is gone, or the worker was restarted"
-            )
+            reason = f"this worker knows no agent {hello.to}: its client is gone, or the worker was restarted"
+            self._links.refuse(link, reason)
             return
-        self._forget(link)
+        self._links.release(link)
         tenant.runtime.gateway.adopt(link, frames)
 
     # ---- agents

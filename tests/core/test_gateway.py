@@ -107,7 +107,7 @@ def test_both_may_dial_at_once_and_one_link_stays(net: Net) -> None:
         _join(_threads(lambda: talk(a, b, at_b[0]), lambda: talk(b, a, at_a[0])))
         until(lambda: len(at_a[1].got) == len(at_b[1].got) == 20)
         assert _numbers(at_a[1].got, b"x") == _numbers(at_b[1].got, b"x") == list(range(20))
-        until(lambda: not a.gateway._newcomers and not b.gateway._newcomers)
+        until(lambda: not a.gateway._links.new and not b.gateway._links.new)
         assert len(a.gateway._links) == len(b.gateway._links) == 1
         assert peer(a, b).we_dialed != peer(b, a).we_dialed
 
@@ -510,7 +510,7 @@ def test_a_connection_that_says_nothing_is_dropped(net: Net) -> None:
     link = _dial(net, a)
     until(lambda: _dropped(link))
     link.abort()
-    assert not a.gateway._links and not a.gateway._newcomers
+    assert not a.gateway._links and not a.gateway._links.new
 
 
 @pytest.mark.parametrize("trouble", ["nonsense", "received too much", "ends"])
@@ -539,8 +539,8 @@ def test_a_link_is_dropped_once_even_if_its_descriptor_has_another_owner_by_then
     assert old is not None
     cut(a, b)
     until(lambda: peer(b, a).link not in (None, old))
-    b.gateway._drop(old)
-    b.gateway._drop_if_silent(old)
+    b.gateway._links.drop(old)
+    b.gateway._links.drop_if_silent(old)
     send(a, b, number, b"2")
     until(lambda: at_b.got == [b"1", b"2"])
 

@@ -121,7 +121,7 @@ def _size_of(part: Buffer) -> int:
 
 def private_parts(parts: Sequence[Buffer]) -> list[Buffer]:
     """The same message for one more receiver in this process: what `decode` would hand out writable is copied."""
-    return [part if type(part) is bytes else bytearray(part) for part in parts]
+    return [part if type(part) is bytes else memory.new_bytearray(part) for part in parts]
 
 
 # What is simple, what is large
@@ -299,7 +299,7 @@ class _BulkPickler(_Pickler):
             elif kind is memoryview and type(obj.obj) is bytes and obj.c_contiguous:
                 part = obj.cast("B")
             elif kind is bytearray and outbox.allocate is memory.allocate:
-                part = bytearray(obj)  # arrives as itself where no transport is in between
+                part = memory.new_bytearray(obj)  # arrives as itself where no transport is in between
             else:
                 view = memoryview(obj)
                 part = outbox.allocate(view.nbytes)
@@ -325,13 +325,15 @@ class _Unpickler(pickle.Unpickler):
         if loaded is None:
             part = self._parts[-1 - at]
             kind = bytearray if mutable else bytes
-            loaded = self._loaded[at] = part if type(part) is kind else kind(part)
+            make = memory.new_bytearray if mutable else memory.new_bytes
+            loaded = self._loaded[at] = part if type(part) is kind else make(part)
         return loaded
 
 
 def _writable(parts: Iterable[Buffer]) -> Iterator[Buffer]:
     for part in parts:
-        yield bytearray(part) if type(part) is bytes or (type(part) is memoryview and part.readonly) else part
+        is_fixed = type(part) is bytes or (type(part) is memoryview and part.readonly)
+        yield memory.new_bytearray(part) if is_fixed else part
 
 
 # Who is to blame

@@ -337,9 +337,11 @@ class Gateway:
     def _pass_on(self, envelope: Envelope, step: Deliver | Forward | Bounce) -> None:
         if isinstance(step, Forward):
             envelope.ttl -= 1
-            lacking = Missing in map(type, envelope.parts)
-            text = f"process {self.proc.uid}, which relays it, has no memory for the message"
-            down = Down("failed", text) if lacking else self._forward(envelope)
+            if Missing in map(type, envelope.parts):
+                text = f"process {self.proc.uid}, which relays it, has no memory for the message"
+                down: Down | None = Down("failed", text)
+            else:
+                down = self._forward(envelope)
             if down is not None:
                 self._bounce(envelope, down)
         elif isinstance(step, Bounce):
@@ -441,7 +443,8 @@ class Gateway:
         if old is not None:
             self._links.drop(old)
         log.debug("link.up", peer=str(peer.proc.uid), via=link.peer)
-        if peer.steady and self.is_elsewhere(peer.proc):
+        peer.is_far = bool(self.is_elsewhere(peer.proc))
+        if peer.steady and peer.is_far:
             self._heartbeats.watch(peer)
         for notify in waiting:
             notify()
@@ -457,6 +460,15 @@ class Gateway:
         peer = self.peers.get(proc.key)
         place = self.ways.find(proc.address if peer is None else peer.address, proc.address)
         return None if place is None else place.domain == EVERYWHERE
+
+    def is_far(self, key: int) -> bool:
+        """Whether what goes to that process is known to cross the network."""
+        peer = self.peers.get(key)
+        if peer is None or peer.is_far:
+            return peer is not None
+        keeper = peer.proc.keeper
+        host = None if keeper is None or keeper.key == key else self.peers.get(keeper.key)
+        return host is not None and host.is_far
 
     def _lost(self, peer: Peer, link: Link, error: Exception) -> None:
         """A peer's link ended. Find out whether the peer did, too."""

@@ -65,6 +65,8 @@ class Peer:
     host: str = ""
     steady: bool = False
     """It runs no code of users, and answers heartbeats at once."""
+    is_far: bool = False
+    """Its link goes, or went last, over the network."""
     heard: bool = False
     """Something has come since the last heartbeat."""
     said_goodbye: bool = False

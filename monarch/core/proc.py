@@ -149,11 +149,13 @@ class Proc:
         """Where large buffers of a message to those processes are best put, for the encoder; None: anywhere."""
         if len(keys) == 1:
             return self.memory_for_one(keys[0])
-        return self._memory_for(len(keys)) if self._shared is not None else None
+        if self._shared is None or all(map(self.gateway.is_far, keys)):
+            return None
+        return self._memory_for(len(keys))
 
     def memory_for_one(self, key: int) -> codec.Allocate | None:
         """As `memory_for`."""
-        return self._for_one if key != self.key else None
+        return None if key == self.key or self.gateway.is_far(key) else self._for_one
 
     def _memory_for(self, receivers: int) -> codec.Allocate:
         shared = self._shared

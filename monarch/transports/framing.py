@@ -21,6 +21,7 @@ from typing import Final
 from attrs import define, field
 
 from monarch.errors import RemoteProtocolError
+from monarch.transports import memory
 from monarch.transports.base import Buffer, Frame, Missing
 
 BIG_BYTES: Final = 64 << 10
@@ -248,12 +249,12 @@ class FrameDecoder:
         return pos
 
     @staticmethod
-    def reserve(size_bytes: int) -> bytearray | Missing:
+    def reserve(size_bytes: int) -> bytearray | memoryview | Missing:
         """Memory for a large part. Raises RemoteProtocolError where no machine could have it."""
         if size_bytes > MAX_PART_BYTES:
             raise RemoteProtocolError(f"a part of {size_bytes} bytes fits into no memory")
         try:
-            return bytearray(size_bytes)
+            return bytearray(size_bytes) if size_bytes < memory.LARGE_BYTES else memory.allocate(size_bytes)
         except MemoryError:
             return Missing.of(size_bytes)
 

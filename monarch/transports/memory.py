@@ -1,4 +1,9 @@
-"""Memory of this process for large buffers, wherever it is needed: at the encoder, at a receiver that must copy."""
+"""Memory of this process for large buffers, wherever it is needed: at the encoder, at a receiver.
+
+The kernel fills each page of fresh memory with zeros when it is first touched, which takes longer than to copy: 256 MiB
+in huge pages 40 ms at the least, in small ones 110 ms. So what large buffers leave behind is kept for the next ones, up
+to `KEPT_BYTES`; the kernel may take it back whenever it has no other.
+"""
 
 from __future__ import annotations
 
@@ -6,29 +11,156 @@ import contextlib
 import ctypes
 import mmap
 import sys
+import weakref
+from collections.abc import Callable
+from types import CodeType
+from typing import Any, Final
 
 from monarch.transports.base import Buffer
 
-_FREELY_BYTES = 1 << 20
+LARGE_BYTES: Final = 4 << 20
+"""From here on memory is mapped on its own, in huge pages where there are any, and used again."""
+
+KEPT_BYTES: Final = 256 << 20
+"""So much that nobody uses is kept at most."""
+
+_STEP_BYTES: Final = 2 << 20
+_FREELY_BYTES: Final = 1 << 20
 """A copy of so much lets other threads run meanwhile."""
+
+_ENDLESS: Final = 1 << 46  # more than an address space has; views of it are cut to size
+
+Memory: Final = ctypes.c_ubyte * _ENDLESS
+"""Memory at an address, as an object that exports it."""
+
+
+# ---- the end of objects
+
+
+class _End(weakref.ref[CodeType]):
+    """Calls `action(*arguments)` when the object that holds `token` is gone.
+
+    A finalizer of that object itself, or a weak reference to it, would be called too early where the object is part of
+    a cycle: others in the cycle have finalizers that may still use it, or bring it back to life. The token must
+    therefore be something that the collector does not know, so that it goes when it is really let go. Code objects are
+    the only ones of the kind that can be referenced weakly. 0.5 us.
+    """
+
+    __slots__ = ("action", "arguments")
+    action: Callable[..., None]
+    arguments: tuple[Any, ...]
+
+
+_ends: Final[dict[int, _End]] = {}
+_CODE: Final = (lambda: None).__code__
+
+
+def at_end(action: Callable[..., None], *arguments: Any) -> CodeType:
+    """A token. `action` takes no lock: a collection may run it anywhere."""
+    token = _CODE.replace()
+    end = _End(token, _ended)
+    end.action, end.arguments = action, arguments
+    _ends[id(end)] = end
+    return token
+
+
+def _ended(end: Any, ends: dict[int, _End] = _ends) -> None:
+    del ends[id(end)]
+    end.action(*end.arguments)
+
+
+# ---- buffers
+
+
+class _Hold(Memory):  # type: ignore[misc, valid-type]
+    """Of a buffer on its memory, until the last view of it is gone."""
+
+    end: CodeType
+
+
+_unused: Final[list[mmap.mmap]] = []  # oldest first
 
 
 def allocate(size_bytes: int) -> memoryview:
-    """Writable memory, not zeroed first where that can be had. 64 MiB, filled: 14 ms through numpy or a mapping with
-    huge pages, 75 ms through a `bytearray`. Raises MemoryError."""
+    """Writable memory, with anything in it. What is large is neither touched nor taken before it is filled.
+
+    Raises: MemoryError.
+    """
+    if size_bytes >= LARGE_BYTES and hasattr(mmap, "MAP_ANONYMOUS"):
+        mapped = _take(-(-size_bytes // _STEP_BYTES) * _STEP_BYTES)
+        hold = _Hold.from_address(_address(mapped))
+        hold.end = at_end(_give_back, mapped)
+        return memoryview(hold).cast("B")[:size_bytes]
     numpy = sys.modules.get("numpy")
     if hasattr(numpy, "empty"):
         return memoryview(numpy.empty(size_bytes, numpy.uint8))  # type: ignore[union-attr]
-    if size_bytes < 1 << 20 or not hasattr(mmap, "MAP_ANONYMOUS"):
-        return memoryview(bytearray(size_bytes))
+    return memoryview(bytearray(size_bytes))
+
+
+def _take(size_bytes: int) -> mmap.mmap:
+    for mapped in reversed(list(_unused)):
+        if len(mapped) == size_bytes:
+            with contextlib.suppress(ValueError):  # another thread was quicker
+                _unused.remove(mapped)
+                return mapped
     try:
-        memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapped = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(f"cannot map {size_bytes} bytes: {error.strerror}") from error
+    _advise(mapped, "MADV_HUGEPAGE")
+    return mapped
+
+
+def _give_back(mapped: mmap.mmap) -> None:
+    """Anywhere, and without a lock: see `at_end`."""
+    _advise(mapped, "MADV_FREE")
+    _unused.append(mapped)
+    with contextlib.suppress(IndexError):
+        while sum(map(len, list(_unused))) > KEPT_BYTES:
+            _unused.pop(0)
+
+
+def _advise(mapped: mmap.mmap, advice: str) -> None:
+    if hasattr(mmap, advice):
+        with contextlib.suppress(OSError):  # a kernel that knows no such thing
+            mapped.madvise(getattr(mmap, advice))
+
+
+def new_bytes(part: Buffer) -> bytes:
+    """As `bytes(part)`."""
+    if len(part) < LARGE_BYTES or type(part) is bytes:
+        return bytes(part)
+    made: bytes = _new_bytes(None, len(part))
+    _fill(ctypes.cast(ctypes.c_char_p(made), ctypes.c_void_p).value or 0, part)  # nobody else has seen it yet
+    return made
+
+
+def new_bytearray(part: Buffer) -> bytearray:
+    """As `bytearray(part)`."""
+    if len(part) < LARGE_BYTES:
+        return bytearray(part)
+    made: bytearray = _new_bytearray(None, len(part))
+    _fill(_address(made), part)
+    return made
+
+
+_python: Final = ctypes.PyDLL(None)  # our own, whose types of arguments nobody else sees
+_new_bytes = _python.PyBytes_FromStringAndSize
+_new_bytearray = _python.PyByteArray_FromStringAndSize
+for _new in (_new_bytes, _new_bytearray):
+    _new.argtypes, _new.restype = (ctypes.c_void_p, ctypes.c_ssize_t), ctypes.py_object
+
+_libc: Final = ctypes.CDLL(None)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def _fill(address: int, part: Buffer) -> None:
+    size_bytes = len(part)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return memoryview(memory)
+        start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+        whole_bytes = (address + size_bytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
+        _libc.madvise(start, whole_bytes, mmap.MADV_HUGEPAGE)
+    copy(memoryview(Memory.from_address(address)).cast("B")[:size_bytes], part)
 
 
 def copy(to: memoryview, part: Buffer) -> None:
@@ -44,5 +176,5 @@ def copy(to: memoryview, part: Buffer) -> None:
         to[:] = part
 
 
-def _address(memory: Buffer) -> int:
+def _address(memory: Buffer | mmap.mmap) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))

@@ -28,8 +28,8 @@ from typing import Final
 
 from monarch.log import get_logger
 from monarch.transports.base import Buffer
-from monarch.transports.memory import copy
-from monarch.transports.segments import MARKS_EACH, SMALLEST_BYTES, Memory, Segment, Slot, at_end, in_pages
+from monarch.transports.memory import Memory, at_end, copy
+from monarch.transports.segments import MARKS_EACH, SMALLEST_BYTES, Segment, Slot, in_pages
 
 log = get_logger("monarch.shm")
 

@@ -19,11 +19,10 @@ import ctypes
 import mmap
 import os
 import weakref
-from collections.abc import Callable
 from types import CodeType
 from typing import Any, Final, Protocol
 
-from monarch.transports.memory import allocate
+from monarch.transports.memory import Memory, allocate, at_end
 
 SMALLEST_BYTES: Final = 64 << 10
 """Of a slot. Smaller parts travel through the socket: two copies by the kernel cost less."""
@@ -35,11 +34,6 @@ _SEGMENT_BYTES: Final = 256 << 20  # of address space; pages come when they are 
 _MOST_SLOTS: Final = 256
 _RESERVE_BYTES: Final = 64 << 20  # in one call: a signal makes the kernel begin that call again
 _PAGE: Final = mmap.PAGESIZE
-_ENDLESS: Final = 1 << 46  # more than an address space has; views of it are cut to size
-
-Memory: Final = ctypes.c_ubyte * _ENDLESS
-"""Memory at an address, as an object that exports it."""
-
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
@@ -100,38 +94,6 @@ def _in_forked_child() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_in_forked_child)
-
-
-class _End(weakref.ref[CodeType]):
-    """Calls `action(*arguments)` when the object that holds `token` is gone.
-
-    A finalizer of that object itself, or a weak reference to it, would be called too early where the object is part of
-    a cycle: others in the cycle have finalizers that may still use it, or bring it back to life. The token must
-    therefore be something that the collector does not know, so that it goes when it is really let go. Code objects are
-    the only ones of the kind that can be referenced weakly. 0.5 us.
-    """
-
-    __slots__ = ("action", "arguments")
-    action: Callable[..., None]
-    arguments: tuple[Any, ...]
-
-
-_ends: Final[dict[int, _End]] = {}
-_CODE: Final = (lambda: None).__code__
-
-
-def at_end(action: Callable[..., None], *arguments: Any) -> CodeType:
-    """A token. `action` takes no lock: a collection may run it anywhere."""
-    token = _CODE.replace()
-    end = _End(token, _ended)
-    end.action, end.arguments = action, arguments
-    _ends[id(end)] = end
-    return token
-
-
-def _ended(end: Any, ends: dict[int, _End] = _ends) -> None:
-    del ends[id(end)]
-    end.action(*end.arguments)
 
 
 class Loan(Memory):  # type: ignore[misc, valid-type]

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from monarch.core.proc import Proc
 
 _PROBE: Final = "crossing_probe"
-_LOOK_S: Final = 1.0
+_SCAN_S: Final = 1.0
 _LONGEST: Final = 64  # waits in a cycle that is looked for
 _MOST_ASKED: Final = 64  # actors that one probe is passed on to
 
@@ -61,31 +61,31 @@ class Hop:
 
 
 class Crossings:
-    """Of one process. All but `look_later` runs on the driving thread."""
+    """Of one process. All but `scan_later` runs on the driving thread."""
 
     def __init__(self, proc: Proc) -> None:
         self._proc = proc
-        self._looks = False
-        self._seen: set[int] = set()  # ports that were waited for at the last look
+        self._scan_is_due = False
+        self._seen: set[int] = set()  # ports that were waited for at the last scan
         self._probes = Probes()
-        self._lock = threading.Lock()  # guards `_looks`
-        # What has come back since the last look, and before it.
+        self._lock = threading.Lock()  # guards `_scan_is_due`
+        # What has come back since the last scan, and before it.
         self._cycles: set[tuple[Hop, ...]] = set()
         self._cycles_before: set[tuple[Hop, ...]] = set()
         proc.handlers[_PROBE] = lambda envelope, serial, hops, number: self._on_probe(serial, hops, number)
 
-    def look_later(self) -> None:
+    def scan_later(self) -> None:
         """An endpoint has begun to wait. From any thread."""
-        if self._looks:
+        if self._scan_is_due:
             return
         with self._lock:
-            if self._looks:
+            if self._scan_is_due:
                 return
-            self._looks = True
-        self._proc.gateway.call_later(_LOOK_S, self._look)
+            self._scan_is_due = True
+        self._proc.gateway.call_later(_SCAN_S, self._scan)
 
-    def _look(self) -> None:
-        self._looks = False
+    def _scan(self) -> None:
+        self._scan_is_due = False
         self._cycles, self._cycles_before = set(), self._cycles
         by_actor: dict[int, list[PendingCall]] = {}
         for call in self._proc.pending_calls():
@@ -95,7 +95,7 @@ class Crossings:
         for calls in by_actor.values():
             self._ask(self._probes.next_number(), (), [call for call in calls if call.number in seen])
         if by_actor:
-            self.look_later()
+            self.scan_later()
 
     def _waits_of(self, number: int, caller: CallKey) -> Iterator[PendingCall]:
         """Without which of its own calls that actor does not answer `caller`."""

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 PROBE: Final = "probe"
 _lock = threading.Lock()  # guards the probes of every Wait; held for some instructions only
-_LOOK_AGAIN_S: Final = 0.1
+_TRY_AGAIN_S: Final = 0.1
 
 
 @define(frozen=True)
@@ -91,7 +91,7 @@ class Wait:
         if self._blocked:
             self._go_on()
         else:
-            self._served.instance.post_control(self._look)
+            self._served.instance.post_control(self._go_on_for_tasks)
 
     @property
     def actor(self) -> Instance:
@@ -125,7 +125,7 @@ class Wait:
         if threading.get_ident() != instance.thread_id:
             return
         self.begun += 1
-        instance.proc_runtime.crossings.look_later()
+        instance.proc_runtime.crossings.scan_later()
         self._bounded = bounded
         if task is None:
             self._blocked = True
@@ -134,7 +134,7 @@ class Wait:
         else:
             self._tasks.append(task)
             if self._probes:
-                self._look()
+                self._go_on_for_tasks()
 
     def end(self, task: asyncio.Task[Any] | None) -> None:
         if threading.get_ident() != self._served.instance.thread_id:
@@ -144,13 +144,13 @@ class Wait:
         elif task in self._tasks:
             self._tasks.remove(task)
 
-    def _look(self, again_s: float = _LOOK_AGAIN_S) -> None:
-        """On the actor's thread: let the probes go on for which an endpoint waits."""
+    def _go_on_for_tasks(self, again_s: float = _TRY_AGAIN_S) -> None:
+        """On the actor's thread, where its tasks can be looked at."""
         if not self._probes or not self._tasks:
             return
         self._go_on()
         if self._probes:  # what waits is a task, and nobody for that; an endpoint may come to do so later
-            asyncio.get_running_loop().call_later(again_s, self._look, min(2 * again_s, 2.0))
+            asyncio.get_running_loop().call_later(again_s, self._go_on_for_tasks, min(2 * again_s, 2.0))
 
     def _go_on(self) -> None:
         with _lock:

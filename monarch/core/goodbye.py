@@ -13,7 +13,7 @@ from monarch.transports.base import Link
 
 _LIMIT_S: Final = 1.0
 _LEAST_S: Final = 0.05
-_LOOK_AGAIN_S: Final = 0.001
+_AGAIN_S: Final = 0.001
 
 
 def settle(
@@ -42,7 +42,7 @@ def settle(
     while time.monotonic() < deadline_s and not settled():
         # Acknowledgements come in through the pump; look again after each.
         signal.clear()
-        call_later(_LOOK_AGAIN_S, signal.notify)
+        call_later(_AGAIN_S, signal.notify)
         driver.wait(signal, deadline_s - time.monotonic())
 
 

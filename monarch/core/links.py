@@ -51,7 +51,7 @@ class Links:
         """Those who have dialed `listener`."""
         for link in listener.accept_nowait():
             self.expect(link, hear)
-            self._look(link, hear)
+            self._on_event(link, hear)
 
     def adopt(self, link: Link, hear: Hear, frames: list[Frame]) -> None:
         """One that others have accepted, who have read the first frames."""
@@ -66,12 +66,12 @@ class Links:
         """
         self._new[link] = refused
         self._fds[link] = fd = link.fileno()
-        self._poller.register(fd, lambda _: self._look(link, hear), link.ring)
+        self._poller.register(fd, lambda _: self._on_event(link, hear), link.ring)
         if link.blocked:
             self._poller.watch(fd, True)
         self._poller.call_later(self._hello_limit_s, lambda: self.drop_if_silent(link))
 
-    def _look(self, link: Link, hear: Hear) -> None:
+    def _on_event(self, link: Link, hear: Hear) -> None:
         try:
             if link.blocked:
                 link.flush_nowait()

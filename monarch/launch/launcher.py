@@ -84,9 +84,9 @@ class Child:
         """Send a signal, through the template, which knows whether the pid is still this child's."""
         self._launcher._kill(self, signum)
 
-    def look(self) -> None:
+    def end_if_replaced(self) -> None:
         """End a forked process that has replaced itself by another program."""
-        self._launcher._look(self)
+        self._launcher._end_if_replaced(self)
 
 
 @define(eq=False)
@@ -300,11 +300,11 @@ class Launcher:
                 child._killed = child._killed or signum == signal.SIGKILL
                 self._post(template, {"op": "kill", "id": child._id, "signal": int(signum)})
 
-    def _look(self, child: Child) -> None:
+    def _end_if_replaced(self, child: Child) -> None:
         with self._lock:
             template = self._template
             if not self._forked and template is not None and child._id in template.children:
-                self._post(template, {"op": "look", "id": child._id})
+                self._post(template, {"op": "end_if_replaced", "id": child._id})
 
     # -- watching
 

@@ -237,8 +237,8 @@ class Template:
                 self._preload(message["modules"], message["path"])
             case "kill":
                 self._kill(message["id"], message["signal"])
-            case "look":
-                self._look(message["id"])
+            case "end_if_replaced":
+                self._end_if_replaced(message["id"])
             case "end":
                 self._abandon_todo()
                 self.state, self.deadline_s = _State.ENDING, time.monotonic() + message["grace_s"]
@@ -266,7 +266,7 @@ class Template:
             if child.id == id:
                 kill(child.pid, signum)
 
-    def _look(self, id: int) -> None:
+    def _end_if_replaced(self, id: int) -> None:
         """Kill a child that is another program by now. One that is dying has given up its claim, too."""
         for child in self.children.values():
             if child.id == id and not child.execs and not claim.is_claimed(self.claims, child.pid):

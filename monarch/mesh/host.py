@@ -35,7 +35,7 @@ from monarch.transports import registry
 log = get_logger("monarch.host")
 
 _ORPHAN_GRACE_S = 1.0
-_LOOK_AGAIN_S = 0.1
+_ASK_AGAIN_S = 0.1
 
 
 @define(frozen=True)
@@ -102,8 +102,8 @@ class Running(Protocol):
 
     def kill(self, signum: int) -> None: ...
 
-    def look(self) -> None:
-        """End it if it is not what was started any more."""
+    def end_if_replaced(self) -> None:
+        """End it if it is another program than was started, by now."""
         ...
 
 
@@ -301,8 +301,8 @@ class HostAgent:
         """The link to a process broke, which may still run. Twice, for its connections do not close all at once."""
         launched = self._procs.get(key)
         if launched is not None and launched.running is not None:
-            launched.running.look()
-            self._runtime.gateway.call_later(_LOOK_AGAIN_S, launched.running.look)
+            launched.running.end_if_replaced()
+            self._runtime.gateway.call_later(_ASK_AGAIN_S, launched.running.end_if_replaced)
 
     def _forget(self, key: int) -> None:
         with self._lock:

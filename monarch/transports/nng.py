@@ -254,7 +254,7 @@ class Pair:
         self._lib.nng_free(data, size)
         return message
 
-    def look(self) -> None:
+    def check_end(self) -> None:
         """The other connection to the peer has ended: has this one? nng's TLS forgets an end that it meets while
         messages wait for us; the kernel does not. If nng knows of it, it says so in the moment that it is given."""
         if self._connection is None or self.is_gone:

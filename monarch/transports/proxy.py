@@ -167,8 +167,8 @@ class Proxy:
         sock.setblocking(False)
         try:
             sock.send(PORT.pack(server.getsockname()[1]))
-            self._look_for(server, selectors.EVENT_READ, lambda: self._accept(entry))
-            self._look_for(sock, selectors.EVENT_READ, lambda: self._asker_says(entry))
+            self._watch(server, selectors.EVENT_READ, lambda: self._accept(entry))
+            self._watch(sock, selectors.EVENT_READ, lambda: self._asker_says(entry))
         except OSError:
             self._end(entry)
 
@@ -263,7 +263,7 @@ class Proxy:
             for flow, against in ((there, back), (back, there)):
                 wanted = 0 if flow.chunk or flow.has_ended else selectors.EVENT_READ
                 wanted |= selectors.EVENT_WRITE if against.chunk else 0
-                self._look_for(flow.source, wanted, lambda: self._move(flows))
+                self._watch(flow.source, wanted, lambda: self._move(flows))
             is_over = there.is_over and back.is_over
         except OSError:
             is_over = True
@@ -277,7 +277,7 @@ class Proxy:
             self._selector.unregister(sock)
         sock.close()
 
-    def _look_for(self, sock: socket.socket, events: int, action: Callable[[], None]) -> None:
+    def _watch(self, sock: socket.socket, events: int, action: Callable[[], None]) -> None:
         known = self._selector.get_map().get(sock)
         if known is None:
             if events:

@@ -70,7 +70,7 @@ class Pair(Protocol):
         """The next message, None when there is none now. Raises LinkSevered."""
         ...
 
-    def look(self) -> None:
+    def check_end(self) -> None:
         """The plain connection has ended, and nothing is left to receive: `is_gone` will tell whether this one has."""
         ...
 
@@ -217,9 +217,9 @@ class TcpLink:
                 turn += sent
         except (BlockingIOError, InterruptedError):
             pass
-        self._look_for(select.EPOLLOUT, bool(self._plain_out))
+        self._watch(select.EPOLLOUT, bool(self._plain_out))
 
-    def _look_for(self, event: int, wanted: bool) -> None:
+    def _watch(self, event: int, wanted: bool) -> None:
         with self._mask_lock:
             mask = self._mask | event if wanted else self._mask & ~event
             if mask != self._mask:
@@ -294,7 +294,7 @@ class TcpLink:
                             try:
                                 got = plain.recv_into(view, min(left, len(view)))
                             except (BlockingIOError, InterruptedError):
-                                self._look_for(select.EPOLLIN, True)
+                                self._watch(select.EPOLLIN, True)
                                 yield None
                                 continue
                             if not got:
@@ -303,7 +303,7 @@ class TcpLink:
                             left -= got
                             if not isinstance(part, Missing):
                                 view = view[got:]
-                        self._look_for(select.EPOLLIN, False)
+                        self._watch(select.EPOLLIN, False)
                         parts.append(part)
                     else:
                         parts.append(message[pos : pos + size])
@@ -332,7 +332,7 @@ class TcpLink:
         if message is None and is_gone:
             raise severed(self.peer, "it ended without a goodbye")
         if message is None and self._plain_has_ended:
-            self._pair.look()
+            self._pair.check_end()
         return message
 
     def _answer_the_end(self) -> None:

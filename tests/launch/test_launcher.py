@@ -247,11 +247,11 @@ def test_a_process_that_becomes_another_program_is_killed_when_somebody_looks(be
         """
     )
     assert events.next() == ["up"]
-    child.look()
+    child.end_if_replaced()
     assert bench.run("pass").code == 0  # was asked for after the look
     open(gate, "w").close()
     assert events.next() == ["another"]  # it lived on
-    child.look()
+    child.end_if_replaced()
 
     assert "Killed(sig=9) (it had replaced itself by another program" in bench.end_of(child).describe()
 

@@ -75,9 +75,9 @@ class Crosser(Actor):
 
 
 @pytest.fixture(autouse=True)
-def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+def scans_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process; others keep their interval."""
-    monkeypatch.setattr(crossing, "_LOOK_S", 0.05)
+    monkeypatch.setattr(crossing, "_SCAN_S", 0.05)
 
 
 @pytest.fixture

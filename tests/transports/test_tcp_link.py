@@ -35,7 +35,7 @@ class FakePair:
     def recv(self) -> bytes | None:
         return self.inbox.popleft() if self.inbox else None
 
-    def look(self) -> None:
+    def check_end(self) -> None:
         pass
 
     def go(self) -> None:

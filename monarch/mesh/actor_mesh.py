@@ -25,7 +25,7 @@ from monarch.mesh.casting import LARGE_BYTES, Routes, routes
 from monarch.mesh.context import context
 from monarch.mesh.dispatch import READY
 from monarch.mesh.endpoint import Endpoint, PlainMethod, describe_call
-from monarch.mesh.port import Members, MeshReply
+from monarch.mesh.replies import Members, MeshReply
 from monarch.mesh.shape import Point, Region
 from monarch.mesh.view import MeshView, overridable
 from monarch.supervision.failure import Member

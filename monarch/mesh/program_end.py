@@ -12,7 +12,7 @@ from monarch.core.instance import Phase
 from monarch.core.peer import State
 from monarch.log import get_logger
 from monarch.mesh.ownership import OwnedActors
-from monarch.mesh.port import CallSink
+from monarch.mesh.replies import CallSink
 
 if TYPE_CHECKING:
     from monarch.core.proc import Proc

@@ -22,7 +22,7 @@ from monarch.core.ids import new_number
 from monarch.mesh import endpoint as endpoints
 from monarch.mesh.context import context
 from monarch.mesh.endpoint import describe_call
-from monarch.mesh.port import FailFastReply
+from monarch.mesh.replies import FailFastReply
 from monarch.mesh.tensor.commands import Failure, Op
 from monarch.mesh.tensor.dispatch import active_mesh, active_place, refuse_wrong
 from monarch.mesh.tensor.engine import Lane, here

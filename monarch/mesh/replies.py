@@ -1,0 +1,395 @@
+"""The replies of a call: who was called, and the sinks that collect what they answer, one for each adverb.
+
+The reply of a call is a value sent to a port that takes as many replies as the call has members. A sink completes the
+futures of its call: with the values, which whoever looks decodes, or with what went wrong, and with whom.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from monarch.core import codec, exceptions, inquiries
+from monarch.core.deadlock import Wait
+from monarch.core.envelope import Envelope, Flag
+from monarch.core.future import Future, Outcome, tell_unseen
+from monarch.core.ids import ProcId
+from monarch.core.monitor import Down
+from monarch.errors import ActorError, CallCancelled
+from monarch.mesh import pending
+from monarch.mesh.casting import tell_all
+from monarch.mesh.context import Context
+from monarch.mesh.shape import Region
+from monarch.mesh.value_mesh import ValueMesh
+from monarch.supervision.failure import Fate, Member, call_failed
+
+R = TypeVar("R")
+
+
+def decode_value(envelope: Envelope, members: Members | None = None) -> Any:
+    """The value of a PORT message, or raises the error that it carries. `members`: those that were called, if it is a
+    reply."""
+    if not envelope.flags & Flag.ERROR:
+        return _rebuilt(envelope, members)
+    error, formatted = exceptions.decode_exception(envelope.parts)
+    if envelope.flags & Flag.RAW_ERROR:
+        raise Outcome(error)
+    text = "A remote actor call failed." if members is None else members.call_text(envelope.rank)
+    raise ActorError(error, text, formatted)
+
+
+def _rebuilt(envelope: Envelope, members: Members | None) -> Any:
+    """What unpickling raises is an error of the user's code: it keeps its type, and says where it comes from."""
+    try:
+        return codec.decode(envelope.parts)
+    except Exception as error:
+        what = "a value on a port" if members is None else f"the result of {members.endpoint_text(envelope.rank)}"
+        with contextlib.suppress(Exception):
+            error.add_note(f"{what} could not be rebuilt here")
+        raise
+
+
+def fate_of(bounce: Envelope) -> Fate:
+    """What became of a message that came back."""
+    if bounce.flags & Flag.BEGUN:
+        return Fate.BEGUN
+    return Fate.UNKNOWN if bounce.flags & Flag.UNSURE else Fate.UNSERVED
+
+
+class Members:
+    """Who was called: what a reply sink must know to put a failure into words, and to reach them again."""
+
+    __slots__ = ("describe", "keys", "mesh_name", "method", "number", "procs", "region")
+
+    def __init__(
+        self,
+        number: int,
+        targets: Sequence[tuple[int, ProcId | None]],
+        describe: Callable[[int], Member | str],
+        mesh_name: str,
+        method: str,
+        region: Region,
+    ) -> None:
+        self.number = number  # of the actor, in each process
+        self.keys = [key for key, _ in targets]  # [rank in the view] -> process key
+        self.procs = [proc for _, proc in targets]  # [rank in the view]; None: the call has not been sent yet
+        self.describe = describe  # rank in the view -> who that is
+        self.mesh_name = mesh_name
+        self.method = method
+        self.region = region
+
+    def like(self, other: Members) -> None:
+        """Be as `other`, for subclasses."""
+        for name in Members.__slots__:
+            setattr(self, name, getattr(other, name))
+
+    def endpoint_text(self, rank: int) -> str:
+        return f"{self.describe(rank)}.{self.method}"
+
+    def call_text(self, rank: int) -> str:
+        return f"Actor call {self.endpoint_text(rank)} failed."
+
+    def trouble(self, reply: Envelope) -> str:
+        """What a reply with an error says."""
+        return f"{self.endpoint_text(reply.rank)} raised {exceptions.summary_of_sent(reply.parts)}"
+
+    def error(self, rank: int, down: Down, fate: Fate = Fate.UNKNOWN) -> Exception:
+        base = self.region.slice()[rank]
+        return call_failed(self.describe(rank), base, self.mesh_name, down, f"{self.mesh_name}.{self.method}", fate)
+
+
+class Unattended:
+    """The reply port of a call whose caller's program ends. Nobody waits any more; the first error is told."""
+
+    def __init__(self, members: Members, told: bool = False) -> None:
+        self._members = members
+        self._told = told
+
+    def deliver(self, envelope: Envelope) -> None:
+        if envelope.flags & Flag.ERROR and not self._told:
+            self._told = True
+            tell_unseen(self._members.trouble(envelope))
+
+    def bounced(self, envelope: Envelope, down: Down) -> None:
+        pass
+
+    def proc_gone(self, key: int, down: Down) -> None:
+        pass
+
+
+class CallSink:
+    """What the reply port of a call stands for; the `Call` of its futures (see `core.future`)."""
+
+    __slots__ = ("_members", "_runtime", "chain", "number", "wait")
+
+    def __init__(self, here: Context, members: Members) -> None:
+        """A subclass registers it, once it is ready for replies: `runtime.ports[self.number] = self`."""
+        self._runtime = runtime = here.actor_instance.proc_runtime
+        self._members = members
+        self.number = runtime.new_port()
+        caller = here._caller if here._served is not None else None
+        self.chain = b"" if caller is None else caller.chain()  # for the message
+        self.wait = None if caller is None else Wait(caller)
+
+    def _close(self) -> None:
+        self._runtime.ports.pop(self.number, None)
+
+    def unattended(self) -> Unattended | None:
+        """What takes its place when the program ends; None where errors are results."""
+        return Unattended(self._members)
+
+    def _left(self) -> list[int]:
+        """The ranks that have not answered."""
+        raise NotImplementedError
+
+    def _give_up(self, error: Exception) -> bool:
+        """Fail all futures that are pending; False when there was none left."""
+        raise NotImplementedError
+
+    def deliver(self, envelope: Envelope) -> None:
+        raise NotImplementedError
+
+    def bounced(self, envelope: Envelope, down: Down) -> None:
+        raise NotImplementedError
+
+    def proc_gone(self, key: int, down: Down) -> None:
+        raise NotImplementedError
+
+    def wait_of(self, future: Future[Any]) -> Wait | None:
+        return self.wait
+
+    def unanswered(self) -> list[tuple[int, int]]:
+        """(process, number) of the actors that have not answered."""
+        return [(self._members.keys[rank], self._members.number) for rank in self._left()]
+
+    def wanted(self) -> str:
+        """The endpoint that was called, for people."""
+        left = self._left()
+        members = self._members
+        return members.endpoint_text(left[0]) if len(left) == 1 else f"{members.mesh_name}.{members.method}"
+
+    def refuse(self, error: Exception) -> None:
+        """Take the call back from those who have not answered, and fail with `error`."""
+        left = self._left()
+        self._close()
+        self._give_up(error)
+        self._withdraw(left)
+
+    def _trouble_of(self, reply: Envelope) -> Callable[[], str] | None:
+        return partial(self._members.trouble, reply) if reply.flags & Flag.ERROR else None
+
+    def explain(self, limit_s: float) -> str:
+        return pending.explain(self._runtime, self._members, self.number, self._left(), limit_s)
+
+    def cancel(self) -> bool:
+        members, left = self._members, self._left()
+        self._close()
+        what = f"the call {members.mesh_name}.{members.method}() was cancelled by its caller"
+        if not self._give_up(CallCancelled(what)):
+            return False
+        self._withdraw(left)
+        return True
+
+    def _withdraw(self, ranks: Sequence[int]) -> None:
+        members = self._members
+        procs = [proc for rank in ranks if (proc := members.procs[rank]) is not None]
+        tell_all(self._runtime, procs, *inquiries.withdrawal(members.number, self.number))
+
+
+class OneReply(CallSink, Generic[R]):
+    """The reply port of a call to a single member, which has `rank` in the view."""
+
+    __slots__ = ("_rank", "future")
+
+    def __init__(self, here: Context, members: Members, rank: int = 0) -> None:
+        super().__init__(here, members)
+        self._rank = rank
+        self.future: Future[R] = Future._pending(self._runtime.driver, call=self)
+        self._runtime.ports[self.number] = self
+
+    def _left(self) -> list[int]:
+        return [self._rank]
+
+    def _give_up(self, error: Exception) -> bool:
+        return self.future._fail(error)
+
+    def deliver(self, envelope: Envelope) -> None:
+        self._close()
+        self.future._complete(partial(decode_value, envelope, self._members), self._trouble_of(envelope))
+
+    def bounced(self, envelope: Envelope, down: Down) -> None:
+        self._close()
+        self.future._fail(self._members.error(self._rank, down, fate_of(envelope)))
+
+    def proc_gone(self, key: int, down: Down) -> None:
+        if key == self._members.keys[self._rank]:
+            self._close()
+            self.future._fail(self._members.error(self._rank, down))
+
+
+class MeshReply(CallSink, Generic[R]):
+    """The reply port of a call to all members. The future is complete when all have answered, or one is gone; then it
+    raises the error of the lowest rank."""
+
+    def __init__(self, here: Context, members: Members) -> None:
+        super().__init__(here, members)
+        self._outcomes: list[Envelope | Exception | None] = [None] * len(members.keys)
+        self._missing = len(members.keys)
+        self._lock = threading.Lock()
+        self.future: Future[ValueMesh[R]] = Future._pending(self._runtime.driver, call=self)
+        self._runtime.ports[self.number] = self
+        if not self._missing:
+            self._finish()
+
+    def _left(self) -> list[int]:
+        return [rank for rank, outcome in enumerate(self._outcomes) if outcome is None]
+
+    def _give_up(self, error: Exception) -> bool:
+        return self.future._fail(error)
+
+    def deliver(self, envelope: Envelope) -> None:
+        self._note(envelope.rank, envelope)
+
+    def bounced(self, envelope: Envelope, down: Down) -> None:
+        self._gone(envelope.rank, self._members.error(envelope.rank, down, fate_of(envelope)))
+
+    def proc_gone(self, key: int, down: Down) -> None:
+        for rank, each in enumerate(self._members.keys):
+            if each == key:
+                self._gone(rank, self._members.error(rank, down))
+
+    def _note(self, rank: int, outcome: Envelope | Exception) -> None:
+        with self._lock:
+            if rank >= len(self._outcomes) or self._outcomes[rank] is not None:
+                return
+            self._outcomes[rank] = outcome
+            self._missing -= 1
+            if self._missing:
+                return
+        self._finish()
+
+    def _gone(self, rank: int, error: Exception) -> None:
+        """A member has failed, whether it has answered or not."""
+        self._close()
+        self.future._fail(error)
+
+    def _finish(self) -> None:
+        self._close()
+        self.future._complete(partial(self._result, self._members, self._outcomes), self._trouble())
+
+    def _trouble(self) -> Callable[[], str] | None:
+        for outcome in self._outcomes:
+            if isinstance(outcome, Envelope) and outcome.flags & Flag.ERROR:
+                return self._trouble_of(outcome)
+        return None
+
+    def unattended(self) -> Unattended | None:
+        trouble = self._trouble()
+        if trouble is not None:
+            tell_unseen(trouble())
+        return Unattended(self._members, told=trouble is not None)
+
+    @staticmethod
+    def _result(members: Members, outcomes: Sequence[Envelope | Exception | None]) -> ValueMesh[Any]:
+        """Not of this object, which has the future: what a future holds goes with it, and not with a garbage cycle."""
+        replies = [reply for reply in outcomes if isinstance(reply, Envelope)]
+        for reply in replies:
+            if reply.flags & Flag.ERROR:
+                decode_value(reply, members)
+        return ValueMesh._lazy(members.region.extent, [partial(_rebuilt, reply, members) for reply in replies])
+
+
+class FailFastReply(MeshReply[R]):
+    """As MeshReply, and an error is not kept waiting for the answers of others."""
+
+    def deliver(self, envelope: Envelope) -> None:
+        if envelope.flags & Flag.ERROR:
+            self._close()
+            self.future._complete(partial(decode_value, envelope, self._members), self._trouble_of(envelope))
+        else:
+            super().deliver(envelope)
+
+
+class SettledReply(MeshReply[R | BaseException]):
+    """As MeshReply, with the failures of members, and the ends of those that are gone, as values."""
+
+    def _gone(self, rank: int, error: Exception) -> None:
+        self._note(rank, error)
+
+    def _trouble(self) -> None:
+        return None
+
+    def unattended(self) -> None:
+        return None
+
+    @staticmethod
+    def _result(members: Members, outcomes: Sequence[Envelope | Exception | None]) -> ValueMesh[Any]:
+        decoders = [partial(_settled, members, outcome) for outcome in outcomes if outcome is not None]
+        return ValueMesh._lazy(members.region.extent, decoders)
+
+
+def _settled(members: Members, outcome: Envelope | Exception) -> Any:
+    if isinstance(outcome, Exception):
+        return outcome
+    try:
+        return decode_value(outcome, members)
+    except Outcome as raw:
+        return raw.error
+    except Exception as error:
+        return error
+
+
+class StreamReply(CallSink, Generic[R]):
+    """The reply port of a stream: the i-th future is the i-th reply to arrive; a member that is gone counts as one."""
+
+    def __init__(self, here: Context, members: Members) -> None:
+        super().__init__(here, members)
+        self._lock = threading.Lock()
+        self._answered = [False] * len(members.keys)
+        self._arrived = 0
+        self.futures: list[Future[R]] = [Future._pending(self._runtime.driver, call=self) for _ in members.keys]
+        self._runtime.ports[self.number] = self
+
+    def wait_of(self, future: Future[Any]) -> Wait | None:
+        # The last one alone needs all members; which are those of an earlier one is not known.
+        if self.wait is None or any(future is each for each in self.futures[:-1]):
+            return None
+        return self.wait
+
+    def _left(self) -> list[int]:
+        return [rank for rank, answered in enumerate(self._answered) if not answered]
+
+    def _give_up(self, error: Exception) -> bool:
+        given_up = [future._fail(error) for future in self.futures]
+        return any(given_up)
+
+    def _next(self, rank: int) -> Future[R] | None:
+        with self._lock:
+            if rank >= len(self._answered) or self._answered[rank]:
+                return None
+            self._answered[rank] = True
+            future = self.futures[self._arrived]
+            self._arrived += 1
+            if self._arrived == len(self.futures):
+                self._close()
+        return future
+
+    def deliver(self, envelope: Envelope) -> None:
+        future = self._next(envelope.rank)
+        if future is not None:
+            future._complete(partial(decode_value, envelope, self._members), self._trouble_of(envelope))
+
+    def bounced(self, envelope: Envelope, down: Down) -> None:
+        future = self._next(envelope.rank)
+        if future is not None:
+            future._fail(self._members.error(envelope.rank, down, fate_of(envelope)))
+
+    def proc_gone(self, key: int, down: Down) -> None:
+        for rank, each in enumerate(self._members.keys):
+            if each == key:
+                future = self._next(rank)
+                if future is not None:
+                    future._fail(self._members.error(rank, down))

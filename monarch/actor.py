@@ -20,7 +20,7 @@ from typing import Any
 
 from monarch.core.future import Future
 from monarch.core.ids import ProcId, Uid
-from monarch.core.settings import ChannelTransport
+from monarch.core.setting_kinds import ChannelTransport
 from monarch.errors import ActorError, CallCancelled, DeadlockError, MonarchError, SupervisionError
 from monarch.launch.bootstrap import BootstrapCommand, default_bootstrap_cmd
 from monarch.mesh import actor_config as config

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from monarch.core import settings
-from monarch.core.settings import ChannelTransport, Encoding
+from monarch.core.setting_kinds import ChannelTransport, Encoding
 
 __all__ = [
     "ChannelTransport",

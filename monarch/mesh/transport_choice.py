@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from monarch.core import settings
-from monarch.core.settings import ChannelTransport
+from monarch.core.setting_kinds import ChannelTransport
 from monarch.mesh.context import client_context
 
 

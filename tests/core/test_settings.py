@@ -9,7 +9,8 @@ from typing import get_args
 import pytest
 
 from monarch.core import settings
-from monarch.core.settings import SETTINGS, ChannelTransport, Settings, UnsupportedTransport
+from monarch.core.setting_kinds import ChannelTransport, UnsupportedTransport
+from monarch.core.settings import SETTINGS, Settings
 from monarch.errors import NotViable
 
 

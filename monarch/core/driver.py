@@ -24,6 +24,8 @@ from struct import Struct
 from typing import Final, Protocol
 
 from monarch.core.held import NOTHING_HELD, Held, NothingHeld, on_main_thread
+from monarch.core.spin import CPUS, Spin
+from monarch.transports import ring
 from monarch.wake import OwnedFd
 
 _TAKE_OVER_S: Final = 0.010
@@ -45,9 +47,11 @@ class Signal:
     The waiter calls `clear`, looks whether what it waits for is there, and only then waits.
     """
 
-    __slots__ = ("_lock", "is_set", "pumping", "wake")
+    __slots__ = ("_bell", "_lock", "is_set", "pumping", "wake")
 
     def __init__(self) -> None:
+        self._bell: bytearray | None = None
+        """Where the waiter looks, before it sleeps on the lock."""
         self._lock = threading.Lock()
         self._lock.acquire()
         self.is_set = False
@@ -64,9 +68,11 @@ class Signal:
 
     def nudge(self) -> None:
         """Let the waiter look again, without setting the signal."""
-        wake = self.wake
+        wake, bell = self.wake, self._bell
         if wake is not None:
             wake()
+        elif bell is not None:
+            bell[0] = 1
         elif self._lock.locked():
             try:
                 self._lock.release()
@@ -77,13 +83,49 @@ class Signal:
         self.is_set = False
 
     def sleep(self, timeout_s: float | None) -> None:
-        """Sleep on the lock until nudged; may return early."""
+        """Sleep until nudged; may return early. A thread whose sleeps are short looks for a while first."""
+        spin = _own.spin
+        if _LOOKS and spin.pays() and self._look(spin):
+            return
+        began_s = time.monotonic()
+        self.sleep_at_once(timeout_s)
+        spin.slept(time.monotonic() - began_s)
+
+    def _look(self, spin: Spin) -> bool:
+        """Whether a nudge came meanwhile."""
+        global _looking
+        if _looking >= CPUS:
+            return False
+        _looking += 1
+        self._bell = bell = bytearray(1)
+        try:
+            if not self.is_set:
+                spin.learn(*ring.look((), -1, spin.time_s, bell))
+        finally:
+            self._bell = None
+            _looking -= 1
+        return self.is_set or bool(bell[0])
+
+    def sleep_at_once(self, timeout_s: float | None) -> None:
+        """As `sleep`, on the lock only."""
         if on_main_thread():
             self._lock.acquire(timeout=_LOOK_S if timeout_s is None else min(max(timeout_s, 0.0), _LOOK_S))
         elif timeout_s is None:
             self._lock.acquire()
         else:
             self._lock.acquire(timeout=min(max(timeout_s, 0.0), threading.TIMEOUT_MAX))
+
+
+class _Own(threading.local):
+    """Of each thread."""
+
+    def __init__(self) -> None:
+        self.spin = Spin(at_once=False)
+
+
+_own: Final = _Own()
+_LOOKS: Final = CPUS > 1 and not ring.why_not
+_looking = 0  # threads that do, in `Signal`
 
 
 class Driver(Protocol):
@@ -286,7 +328,7 @@ class CallerDriver:
         while not self._stopping:
             idle_s = time.monotonic() - self._led_at_s
             if idle_s < _TAKE_OVER_S:
-                self._side_signal.sleep(_TAKE_OVER_S - idle_s)
+                self._side_signal.sleep_at_once(_TAKE_OVER_S - idle_s)
             elif self._lead.acquire(blocking=False):
                 self.leads_aside = True
                 try:
@@ -299,7 +341,7 @@ class CallerDriver:
                     self._promote()
             elif seen != self._leads:
                 seen = self._leads
-                self._side_signal.sleep(_TAKE_OVER_S)
+                self._side_signal.sleep_at_once(_TAKE_OVER_S)
             else:
                 self._alarms = 0
                 self._side_rests = True

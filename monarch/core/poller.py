@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import os
 import select
 import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from monarch.core.spin import Spin
+from monarch.core.spin import CPUS, LOOK_S, Spin
 from monarch.log import get_logger
 from monarch.transports import ring
 from monarch.wake import Wake
@@ -27,8 +26,6 @@ log = get_logger("monarch.poller")
 
 READABLE: Final = select.EPOLLIN
 WRITABLE: Final = select.EPOLLOUT
-_SPIN_S: Final = 400e-6
-"""Longer than most calls take whose ends both sleep: they would never find each other awake."""
 _ROUNDS_BETWEEN: Final = 8
 """As long as rings have something, descriptors are looked at in every so-manieth round only."""
 _LONGEST_POLL_S: Final = 3600.0  # epoll counts milliseconds in an int
@@ -46,7 +43,9 @@ class Poller:
         self._count = itertools.count()
         self._lock = threading.Lock()
         self._wake = Wake()
-        self._spin = Spin(_SPIN_S if len(os.sched_getaffinity(0)) > 1 else 0.0)
+        self._bell = bytearray(1)  # wakes one who looks, and costs no system call
+        self._hears_bell = False
+        self._spin = Spin(LOOK_S if CPUS > 1 else 0.0)
         self.closed = False
         self._running = 0  # the thread that runs handlers
         self._rounds = 0
@@ -93,7 +92,10 @@ class Poller:
 
     def wake(self) -> None:
         """Make a running `poll` return soon, or the next one at once."""
-        self._wake.set()
+        if self._hears_bell:
+            self._bell[0] = 1
+        else:
+            self._wake.set()
 
     def call_later(self, delay_s: float, action: Callable[[], None]) -> None:
         """Run `action` inside `poll`, after `delay_s`. It must not block."""
@@ -101,7 +103,7 @@ class Poller:
             heapq.heappush(self._timers, (time.monotonic() + delay_s, next(self._count), action))
             first = self._timers[0][2] is action
         if first and self._running != threading.get_ident():  # who runs handlers looks at the timers before it waits
-            self._wake.set()
+            self.wake()
 
     def poll(self, timeout_s: float | None, *, eager: bool = False) -> None:
         """Wait up to `timeout_s` for something to do, and do it; `eager` when somebody waits for what comes."""
@@ -131,17 +133,30 @@ class Poller:
 
     def _wait(self, timeout_s: float | None, looks: bool) -> list[tuple[int, int]]:
         fds, readers = self._looked_at
-        if not readers:
+        if ring.why_not:
             found = self._spin.look(self._epoll.poll) if looks else []
             return found or self._sleep(timeout_s)
-        if looks and self._spin.pays():
-            self._spin.learn(*ring.look(readers, self._epoll.fileno(), self._spin.time_s))
+        if looks and self._spin.pays() and self._look(readers):
+            return []
         ready = ring.fall_asleep(readers)
         if not ready:
             return self._sleep(timeout_s)
         self._rounds += 1
         found = [(fds[at], 0) for at in ready]
         return found if self._rounds % _ROUNDS_BETWEEN else found + self._epoll.poll(0)
+
+    def _look(self, readers: tuple[Reader, ...]) -> bool:
+        """Look for a while; whether the bell has rung, so that the poll is over."""
+        self._hears_bell = True
+        try:
+            found, longest_s = ring.look(readers, self._epoll.fileno(), self._spin.time_s, self._bell)
+        finally:
+            self._hears_bell = False
+        self._spin.learn(found, longest_s)
+        if not self._bell[0]:
+            return False
+        self._bell[0] = 0
+        return True
 
     def _run_timers(self, now_s: float) -> None:
         while self._timers and self._timers[0][0] <= now_s:

@@ -12,9 +12,14 @@ next waits sleep, whatever comes; `_FEWEST_SKIPS` of them, then twice as many, u
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from typing import Final
+
+LOOK_S: Final = 400e-6
+"""Longer than most calls take whose ends both sleep: they would never find each other awake."""
+CPUS: Final = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
 
 _PREEMPTED_S: Final = 200e-6  # one round of looking takes 2 us; who has something to do takes the CPU for longer
 _FEWEST_SKIPS: Final = 8
@@ -23,14 +28,23 @@ _MOST_SHORT: Final = 16
 
 
 class Spin:
-    """Of one who waits, again and again. `time_s` is the longest that it looks."""
+    """Of one who waits, again and again.
 
-    def __init__(self, time_s: float, clock: Callable[[], float] = time.perf_counter) -> None:
+    Args:
+        time_s: the longest that it looks.
+        at_once: whether it looks before it has ever slept.
+    """
+
+    __slots__ = ("_clock", "_penalty", "_short_left", "_short_wanted", "_skips", "time_s")
+
+    def __init__(
+        self, time_s: float = LOOK_S, clock: Callable[[], float] = time.perf_counter, *, at_once: bool = True
+    ) -> None:
         self.time_s, self._clock = time_s, clock
         self._skips = 0  # waits that are still to sleep, since others need the CPU
         self._penalty = _FEWEST_SKIPS
         self._short_wanted = 0  # in a row, before the next look; grows with looks in vain since the last find
-        self._short_left = 0  # those that are still to come
+        self._short_left = 0 if at_once else 1  # those that are still to come
 
     def look(self, poll: Callable[[float], list[tuple[int, int]]]) -> list[tuple[int, int]]:
         """What `poll(0)` finds within the time for it; an empty list: sleep."""

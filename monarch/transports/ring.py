@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _DATA_BYTES: Final = 128 << 10
 """Frames of more than an eighth of it go another way."""
 _HEAD_BYTES: Final = 256
+_VERSION: Final = 2
 
 try:
     from monarch.transports import _ring as compiled
@@ -30,6 +31,9 @@ except ImportError as error:
     why_not = f"its compiled part is missing ({error}): there was no compiler when the library was installed"
 else:
     why_not = ""
+    if getattr(compiled, "VERSION", 1) != _VERSION:  # of a checkout that has moved on since
+        compiled = None  # type: ignore[assignment]
+        why_not = "its compiled part is of another version: install the library again"
 if os.environ.get("MONARCH_RING") == "0":
     compiled, why_not = None, "MONARCH_RING is 0"  # type: ignore[assignment]
 
@@ -66,10 +70,15 @@ def _mapped(fd: int) -> tuple[object, Mapping]:
     return mapping.marks, mapping
 
 
-def look(readers: tuple[Reader, ...], epoll: int, time_s: float) -> tuple[bool, float]:
-    """Look at the rings, and now and then at what `epoll` has, until there is something or the time is over. Whether
-    there was, and the seconds that the longest round of looking took. The readers are awake from now on."""
-    found, longest_ns = compiled.look(readers, epoll, int(time_s * 1e9))
+def look(readers: tuple[Reader, ...], epoll: int, time_s: float, bell: bytearray) -> tuple[bool, float]:
+    """Look at the rings, at the bell, and now and then at what `epoll` has, until there is something or the time is
+    over. Whether there was, and the seconds that the longest round of looking took. The readers are awake from now on.
+
+    Args:
+        epoll: its descriptor, or -1.
+        bell: one byte. Another thread of this process that wants the one which looks sets it to other than 0.
+    """
+    found, longest_ns = compiled.look(readers, epoll, int(time_s * 1e9), bell)
     return bool(found), longest_ns * 1e-9
 
 

@@ -105,17 +105,33 @@ def test_whoever_polls_only_the_descriptor_is_put_to_sleep_by_the_last_pop(ends)
 @compiled
 def test_a_look_finds_what_is_in_a_ring_and_what_a_descriptor_has(ends):
     writer, reader = ends
-    bell = os.eventfd(0)
+    fd, bell = os.eventfd(0), bytearray(1)
     epoll = select.epoll()
-    epoll.register(bell, select.EPOLLIN)
-    assert not ring.look((reader,), epoll.fileno(), 1e-4)[0]
+    epoll.register(fd, select.EPOLLIN)
+    assert not ring.look((reader,), epoll.fileno(), 1e-4, bell)[0]
     writer.push([[b"a"]], 0)
-    assert ring.look((reader,), epoll.fileno(), WAIT_S)[0]
+    assert ring.look((reader,), epoll.fileno(), WAIT_S, bell)[0]
     reader.pop(0)
-    os.eventfd_write(bell, 1)
-    assert ring.look((reader,), epoll.fileno(), WAIT_S)[0]
+    os.eventfd_write(fd, 1)
+    assert ring.look((reader,), epoll.fileno(), WAIT_S, bell)[0]
     epoll.close()
-    os.close(bell)
+    os.close(fd)
+
+
+@compiled
+def test_a_look_ends_when_another_thread_rings_the_bell():
+    bell = bytearray(1)
+    thread = threading.Timer(0.0, lambda: bell.__setitem__(0, 1))
+    thread.start()
+    assert ring.look((), -1, WAIT_S, bell)[0]
+    thread.join()
+
+
+@compiled
+@pytest.mark.parametrize("bell", [bytearray(), bytearray(2), b"\0", None])
+def test_what_is_no_bell_is_refused(bell):
+    with pytest.raises(TypeError, match="bell"):
+        ring.look((), -1, 0.0, bell)
 
 
 @compiled

@@ -238,7 +238,7 @@ class Gateway:
         if self.is_closed:
             return Down("stopped", f"process {self.proc.uid}, which sends this, has closed its links")
         if peer is None:
-            if proc is None or self._keeps(proc):
+            if proc is None or self.keeps(proc):
                 return Down("unreachable", "no gateway on its way knows the destination process")
             peer = self.connect(proc)
         down = peer.send(envelope.frame())
@@ -363,7 +363,7 @@ class Gateway:
     def connect(self, proc: ProcId) -> Peer:
         """The peer of that name, with a link to it on the way. A process that we keep dials us itself."""
         peer = self.peer(proc)
-        if peer.state in (State.NEW, State.BROKEN) and not self._keeps(proc) and not peer.is_on_hold:
+        if peer.state in (State.NEW, State.BROKEN) and not self.keeps(proc) and not peer.is_on_hold:
             self._dialer.start(peer)
         return peer
 
@@ -383,9 +383,6 @@ class Gateway:
     def adopt(self, link: Link, frames: list[Frame]) -> None:
         """Take a link that another acceptor of this OS process has accepted, and the frames that it has read."""
         self.call_later(0.0, lambda: self._links.adopt(link, partial(self._on_hello, None), frames))
-
-    def _keeps(self, proc: ProcId) -> bool:
-        return proc.keeper is not None and proc.keeper.key == self.key
 
     def _hello(self, peer: Peer) -> Hello:
         received, to = peer.session.received, str(peer.proc.uid)
@@ -450,6 +447,10 @@ class Gateway:
             notify()
         return True
 
+    def keeps(self, proc: ProcId) -> bool:
+        """Whether that process is, was or will be launched by this one."""
+        return proc.keeper is not None and proc.keeper.key == self.key
+
     def is_linked(self, proc: ProcId) -> bool:
         """Whether there is a link to it, or on its way."""
         peer = self.peers.get(proc.key)
@@ -484,7 +485,7 @@ class Gateway:
             return
         if peer.ended is not None:
             self.declare_gone(peer.proc, peer.ended)
-        elif self._keeps(peer.proc):
+        elif self.keeps(peer.proc):
             # Its exit will be reported; if it lives, it dials us again.
             self.on_lost_child(peer.key)
             breaks = peer.breaks

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Protocol, cast
 
 from monarch.core import codec, exceptions, inquiries
-from monarch.core.address import best
 from monarch.core.backpressure import Backpressure
 from monarch.core.crossing import Crossings
 from monarch.core.driver import make_driver
@@ -24,8 +23,9 @@ from monarch.core.future import Future
 from monarch.core.gateway import Gateway, Limits, PeerGone
 from monarch.core.ids import ActorId, ProcId
 from monarch.core.instance import Instance, Sender
+from monarch.core.locator import Locator
 from monarch.core.monitor import Down, Monitors
-from monarch.core.peer import Peer, State
+from monarch.core.peer import Peer
 from monarch.core.probes import PendingCall
 from monarch.core.relay import Relay
 from monarch.log import get_logger
@@ -64,8 +64,6 @@ class Proc:
         run_actor: runs an actor's life on a thread, given the thread's name.
         handlers: what an agent does with a request, by the first element of the request's tuple. A handler is called on
             the driving thread as `handler(envelope, *arguments)` and must not block.
-        openings: where the processes that this one keeps listen too, once others ask for them who cannot reach them
-            otherwise: (URL, secret).
     """
 
     def __init__(
@@ -83,14 +81,9 @@ class Proc:
         self.actors: dict[int, Instance | Sender] = {}
         self.ports: dict[int, Sink] = {}
         self.handlers: dict[str, Callable[..., None]] = {
-            "locate": self._on_locate,
             "watch": self._on_watch,
-            "join": self._on_join,
-            "open": self._on_open,
             "proc_gone": lambda envelope, proc, down: self.gateway.process_ended(proc, down),
         }
-        self.openings: list[tuple[str, bytes]] = []
-        self._opened: list[tuple[str, bytes]] = []
         self.cleanup_timeout_s = 3.0
         self.release_timeout_s = 10.0
         self.unborn_limit_s = 30.0
@@ -101,8 +94,8 @@ class Proc:
         self.on_unborn: Callable[[int], None] = lambda number: None
         self._numbers = itertools.count(16)
         self._unborn: dict[int, list[Envelope]] = {}
-        self._unlaunched: dict[int, list[Callable[[], object]]] = {}  # by process of this host: what waits for it
         self._lock = threading.Lock()
+        self.locator = Locator(self)
         self.relay = Relay(self)
         self.gateway = Gateway(
             proc_id,
@@ -113,7 +106,7 @@ class Proc:
             forward=self.relay.forward,
             bounce=self.bounce,
             on_gone=self._on_gone,
-            locate=self._locate,
+            locate=self.locator.locate,
             limits=limits,
         )
         self.key = proc_id.key
@@ -177,10 +170,10 @@ class Proc:
         down = self.gateway.send(envelope, proc, may_wait=may_wait)
         if down is None:
             return
-        if proc is None or not self.keeps(proc) or self.gateway.is_closed:
+        if proc is None or not self.gateway.keeps(proc) or self.gateway.is_closed:
             self.bounce(envelope, down)
         else:
-            self.when_known(proc.key, lambda: self._send_again(envelope))
+            self.locator.when_known(proc.key, lambda: self._send_again(envelope))
 
     def _send_again(self, envelope: Envelope) -> None:
         down = self.gateway.send(envelope)
@@ -375,38 +368,6 @@ class Proc:
 
     # ---- processes
 
-    def keeps(self, proc: ProcId) -> bool:
-        """Whether that process is, was or will be launched by this one."""
-        return proc.keeper is not None and proc.keeper.key == self.key
-
-    def launch(self, proc: ProcId) -> None:
-        """A process that this one keeps is about to start: what came too early for it goes on, in its order."""
-        self.gateway.peer(proc)
-        with self._lock:
-            is_wanted = proc.key in self._unlaunched
-        if is_wanted:
-            self.gateway.call_later(0.0, lambda: self._launched(proc.key))
-
-    def _launched(self, key: int) -> None:
-        with self._lock:
-            waiting = self._unlaunched.pop(key, [])
-        for then in waiting:
-            then()
-
-    def when_known(self, key: int, then: Callable[[], object]) -> None:
-        """Call `then` once a process that this one keeps is launched, or gone; at once if it is. Who names it may be
-        ahead of who has it launched: by `unborn_limit_s` at most, after which `then` finds no such peer."""
-        with self._lock:
-            waiting = self._unlaunched.get(key)
-            if waiting is not None:
-                waiting.append(then)
-                return
-            if key not in self.gateway.peers and self.monitors.gone((key, 0)) is None:
-                self._unlaunched[key] = [then]
-                self.gateway.call_later(self.unborn_limit_s, lambda: self._launched(key))
-                return
-        then()
-
     def _on_gone(self, peer: Peer, down: Down) -> None:
         key = peer.key
         self.backpressure.forget(key)
@@ -447,80 +408,10 @@ class Proc:
     def _on_watch(self, envelope: Envelope, number: int) -> None:
         self.monitors.watch((self.key, number), lambda down: self.answer(envelope, down))
 
-    def _locate(self, proc: ProcId, found: Callable[[str | Down], None]) -> None:
-        """Ask the keeper of `proc` where it listens, or our own, who knows more addresses than we do. The answer comes
-        when it is up, or gone, or the keeper is."""
-        keeper = proc.keeper if proc.keeper is not None else self.proc_id.keeper
-        if keeper is None or keeper.key == proc.key:
-            found(Down("unreachable", f"process {proc.uid} listens nowhere where this process could reach it"))
-            return
-        asked = self.request(keeper, "locate", proc, list(self.gateway.ways.secrets))
-
-        def answered() -> None:
-            error = asked.exception(0)
-            if error is None:
-                found(asked.get(0)[1])
-            else:
-                found(
-                    error.down
-                    if isinstance(error, PeerGone)
-                    else self.failed(f"no answer from its host: {error}", error)
-                )
-
-        asked._on_done(answered)
-
-    def _on_locate(self, envelope: Envelope, proc: ProcId, domains: list[str]) -> None:
-        """Another process, which is in these domains, asks for one that we know: answer once it is up, or gone."""
-        if self.keeps(proc):
-            self.when_known(proc.key, lambda: self._tell_where(envelope, proc.key, domains))
-        else:
-            self._tell_where(envelope, proc.key, domains)
-
-    def _tell_where(self, envelope: Envelope, key: int, domains: list[str]) -> None:
-        peer = self.gateway.peers.get(key)
-        if peer is None:
-            unknown = Down("unreachable", "its host does not know this process")
-            self.answer(envelope, "gone", self.monitors.gone((key, 0)) or unknown)
-            return
-
-        def settled() -> None:
-            if peer.down is not None:
-                self.answer(envelope, "gone", peer.down)
-            elif peer.state is State.UP:
-                if self.keeps(peer.proc) and self.openings and best(peer.address, domains) is None:
-                    self._have_opened(envelope, peer)
-                else:
-                    self.answer(envelope, "at", peer.address)
-
-        self.gateway.when_settled(peer, settled)
-
-    def _have_opened(self, envelope: Envelope, peer: Peer) -> None:
-        """Answer with the places of a process once it listens at our openings."""
-        asked = self.request(peer.proc, "open", self.openings)
-
-        def answered() -> None:
-            if asked.exception(0) is None:
-                (peer.address,) = asked.get(0)
-            self.answer(envelope, "at", peer.address)
-
-        asked._on_done(answered)
-
-    def _on_open(self, envelope: Envelope, openings: list[tuple[str, bytes]]) -> None:
-        for opening in openings:
-            if opening not in self._opened:
-                self._opened.append(opening)
-                self.gateway.open(*opening)
-        self.answer(envelope, self.gateway.address)
-
-    def _on_join(self, envelope: Envelope, secrets: dict[str, bytes]) -> None:
-        """Our keeper is in these domains, and so are we."""
-        self.gateway.ways.secrets.update(secrets)
-
     def close(self, timeout_s: float = 2.0) -> None:
         """Deliver what was sent, leave, and fail what is still waited for: no answer comes through closed links."""
         self.gateway.close(timeout_s)
-        for key in list(self._unlaunched):
-            self._launched(key)
+        self.locator.close()
         self.backpressure.close()
         self.relay.close()
         down = Down("stopped", f"process {self.proc_id.uid}, which waits for it, has closed its links")

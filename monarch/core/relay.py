@@ -310,7 +310,7 @@ class Relay:
             message.kind = Kind.PASSED_ON
             self._callers.setdefault(key, set()).add(envelope.src_proc)
             passed.waiting.add(key)
-            self._proc.when_known(key, partial(self._hand_on, message, passed))
+            self._proc.locator.when_known(key, partial(self._hand_on, message, passed))
 
     def _hand_on(self, message: Envelope, passed: _Passed) -> None:
         """To a process of this host, which has it once it has room for more."""
@@ -333,7 +333,7 @@ class Relay:
                 hole = envelope.for_member(key, rank, seq, [title])
                 hole.kind, hole.reply_port = Kind.PASSED_ON, 0
                 hole.flags |= Flag.SKIP | Flag.SILENT
-                self._proc.when_known(key, partial(self._proc.gateway.send, hole))
+                self._proc.locator.when_known(key, partial(self._proc.gateway.send, hole))
 
     def _shared(self, parts: list[Buffer], keys: list[int]) -> list[Buffer]:
         """Large parts, once for all processes of this host where memory can be shared with them."""

@@ -132,7 +132,7 @@ def _be_reachable(runtime: MeshProc, url: str, secret: bytes | None) -> None:
                 opening = registry.any_address(registry.choose().transport.scheme)
         place = runtime.gateway.open(opening, secret)
         runtime.gateway.ways.secrets[domain] = secret
-        runtime.openings.append((opening, secret))
+        runtime.locator.openings.append((opening, secret))
         for peer in list(runtime.gateway.peers.values()):
             if peer.proc.keeper is not None and peer.proc.keeper.key == runtime.key:
                 runtime.tell(peer.proc, "join", dict(runtime.gateway.ways.secrets))

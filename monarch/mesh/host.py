@@ -2,7 +2,7 @@
 
 It lives in the gateway's process of the host (for a single machine: the client's), so that requests to it are messages
 like any other. It knows of each process who owns it, and reports its end, with the evidence, to the gateway here and to
-the owner's process; everybody else asks (`Proc._locate`).
+the owner's process; everybody else asks (`core.locator`).
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ class HostAgent:
         launched: list[_Launched] = []
         for request in requests:
             proc = evolve(request.proc, keeper=runtime.proc_id)
-            runtime.launch(proc)
+            runtime.locator.launch(proc)
             each = _Launched(request, owner)
             with self._lock:
                 self._procs[proc.key] = each
@@ -343,7 +343,7 @@ class HostAgent:
             if key == runtime.key:
                 left.discard(key)
             else:
-                runtime.when_known(key, partial(known, key))
+                runtime.locator.when_known(key, partial(known, key))
         if not left and not answered[0]:
             answered[0] = True
             runtime.answer(envelope, "up")

@@ -164,7 +164,7 @@ class Worker:
         scheme = self._transport.scheme
         runtime = MeshProc(ProcId(uid), self._transport, self._secret, root=client)
         runtime.gateway.is_steady = True
-        runtime.openings = self._openings
+        runtime.locator.openings = self._openings
         gateway = runtime.gateway
         gateway.listen(registry.any_address(scheme))
         gateway.ways.secrets[self._place.domain] = self._secret

@@ -255,8 +255,8 @@ def test_a_process_that_is_not_launched_yet_is_waited_for(net: Net, sender: str)
     answer, waiting = net.port(a)
     early = value(a, child, number, b"early", answer)
     a.send(early, known)
-    until(lambda: child.key in keeper._unlaunched)
-    keeper.launch(known)
+    until(lambda: child.key in keeper.locator.unlaunched)
+    keeper.locator.launch(known)
     child.gateway.connect(keeper.proc_id)
     until(lambda: at_child.got == [b"early"])
     assert not waiting.bounces
@@ -266,11 +266,11 @@ def test_what_waits_for_a_launch_stays_in_its_order(net: Net) -> None:
     keeper = net.proc("keeper")
     child = ProcId(Uid.instance("child"), "", keeper.proc_id)
     order: list[int] = []
-    keeper.when_known(child.key, lambda: order.append(1))
-    keeper.launch(child)
-    keeper.when_known(child.key, lambda: order.append(2))
+    keeper.locator.when_known(child.key, lambda: order.append(1))
+    keeper.locator.launch(child)
+    keeper.locator.when_known(child.key, lambda: order.append(2))
     until(lambda: order == [1, 2])
-    keeper.when_known(child.key, lambda: order.append(3))
+    keeper.locator.when_known(child.key, lambda: order.append(3))
     assert order == [1, 2, 3]
 
 

@@ -269,12 +269,12 @@ def test_what_is_ahead_of_the_launch_of_its_process_waits_for_that(net: Net, fan
     parts = codec.encode(())
     world.root.relay.cast(world.call(parts[0], 0, Kind.SPAWN), world.branches(), {})  # type: ignore[arg-type]
     world.cast(b"x", answers.number)
-    until(lambda: len(agent._unlaunched.get(late.key, ())) == 2 and answers.got.keys() == {0, 1, 2})
+    until(lambda: len(agent.locator.unlaunched.get(late.key, ())) == 2 and answers.got.keys() == {0, 1, 2})
     assert not order and not answers.bounced_ranks
     agent.gateway.peers[late.key] = launched
-    agent.launch(late.proc_id)
+    agent.locator.launch(late.proc_id)
     until(lambda: len(answers.got) == 4)
-    assert order == ["spawned", "called"] and not agent._unlaunched
+    assert order == ["spawned", "called"] and not agent.locator.unlaunched
     until(lambda: not world.root.relay._sent)
 
 

@@ -82,7 +82,7 @@ def test_processes_can_be_used_before_their_host_has_heard_of_their_launch(trans
             used = this_host().spawn_procs().spawn("user", User).use.call_one(procs)
         else:
             used = procs.spawn("worker", Worker).echo.call_one("served")
-        until(lambda: proc.key in runtime._unlaunched)
+        until(lambda: proc.key in runtime.locator.unlaunched)
         runtime.tell(runtime.proc_id, "launch", client.actor_id, [LaunchRequest(proc, "monarch: late")])
         assert used.get(20) == "served"
 

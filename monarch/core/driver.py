@@ -47,9 +47,12 @@ class Signal:
     The waiter calls `clear`, looks whether what it waits for is there, and only then waits.
     """
 
-    __slots__ = ("_bell", "_lock", "is_set", "pumping", "wake")
+    __slots__ = ("_bell", "_lock", "is_set", "looks", "pumping", "wake")
 
-    def __init__(self) -> None:
+    def __init__(self, looks: bool = True) -> None:
+        """`looks`: whether the waiter may look for a while before it sleeps; not where its answers take all CPUs. Calls
+        to 8 and 32 processes on 2 CPUs: 640 and 2900 us with a look, 525 and 2040 without."""
+        self.looks = looks
         self._bell: bytearray | None = None
         """Where the waiter looks, before it sleeps on the lock."""
         self._lock = threading.Lock()
@@ -85,7 +88,7 @@ class Signal:
     def sleep(self, timeout_s: float | None) -> None:
         """Sleep until nudged; may return early. A thread whose sleeps are short looks for a while first."""
         spin = _own.spin
-        if _LOOKS and spin.pays() and self._look(spin):
+        if _LOOKS and self.looks and spin.pays() and self._look(spin):
             return
         began_s = time.monotonic()
         self.sleep_at_once(timeout_s)
@@ -132,6 +135,9 @@ class Driver(Protocol):
     leads_aside: bool
     """Whether a thread pumps now that waits for nothing itself, beside others that may be sending."""
 
+    is_eager: bool
+    """Whether who pumps now may look for a while before it sleeps."""
+
     thread: threading.Thread
     """The side thread. It runs no code of the user's."""
 
@@ -163,6 +169,7 @@ class ThreadDriver:
     """A side thread pumps, always."""
 
     leads_aside = False  # those who wait have nobody else
+    is_eager = True
 
     def __init__(self) -> None:
         self._stopping = False
@@ -204,6 +211,7 @@ class CallerDriver:
         self._led_at_s = 0.0  # when a waiting thread led last
         self._leads = 0  # how often one began to
         self.leads_aside = False
+        self.is_eager = False
         self._side_rests = False  # the side thread sleeps until its alarm rings
         self._alarms = 0  # set since then
         self._alarm = make_alarm()
@@ -267,6 +275,7 @@ class CallerDriver:
 
     def _lead_until(self, signal: Signal, deadline_s: float | None, held: Held | NothingHeld) -> None:
         signal.wake = self._wake
+        self.is_eager = signal.looks
         self._leader = signal.pumping = threading.get_ident()
         try:
             while not signal.is_set and not self._stopping and not held.noted:
@@ -278,6 +287,7 @@ class CallerDriver:
                 self._pump(left_s)
         finally:
             signal.wake = None
+            self.is_eager = False
             self._leader = signal.pumping = 0
 
     def _follow(self, signal: Signal, left_s: float | None, held: Held | NothingHeld) -> None:

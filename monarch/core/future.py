@@ -12,6 +12,7 @@ import sys
 import threading
 import warnings
 import weakref
+from _thread import RLock  # that of `threading` is a function around it
 from collections.abc import Callable, Coroutine, Generator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, Protocol, TypeVar
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, Protocol, TypeV
 from monarch.core.deadlock import Wait
 from monarch.core.driver import Driver, Signal, _sleep_until_set
 from monarch.core.held import ALL_BUT_INTERRUPT, Held, on_main_thread
+from monarch.core.spin import CPUS
 from monarch.errors import CallCancelled
 from monarch.log import get_logger
 
@@ -58,6 +60,11 @@ class Call(Protocol):
         """Where the endpoint that made the call notes that it waits for that future; None when none did."""
         ...
 
+    @property
+    def receivers(self) -> int:
+        """How many were called."""
+        ...
+
     def explain(self, limit_s: float) -> str:
         """What is waited for, and what keeps it, for the text of a TimeoutError. Asks the callee, `limit_s` at most."""
         ...
@@ -80,7 +87,7 @@ class Future(Generic[R]):
     _driver: Driver | None
     _error: BaseException | None
     _explain: Callable[[], str] | None
-    _resolving: threading.RLock | None
+    _resolving: RLock | None
     _thunk: Callable[[], R] | None
     _traceback: TracebackType | None
     _trouble: Callable[[], str] | None
@@ -245,7 +252,7 @@ class Future(Generic[R]):
     def _decode(self) -> None:
         with _cell_lock:
             if self._resolving is None:
-                self._resolving = threading.RLock()
+                self._resolving = RLock()
             lock = self._resolving
         with lock:
             thunk = self._thunk
@@ -264,9 +271,9 @@ class Future(Generic[R]):
     def _wait(self, timeout: float | None) -> bool:
         if self._done:
             return True
-        signal = Signal()
-        self._on_done(signal.notify)
         call = self._call
+        signal = Signal(looks=call is None or call.receivers <= CPUS)
+        self._on_done(signal.notify)
         wait = None if call is None else call.wait_of(self)
         if wait is not None:
             wait.begin(None, bounded=timeout is not None)

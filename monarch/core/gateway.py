@@ -192,7 +192,7 @@ class Gateway:
             else:
                 timeout_s = 0.0  # what comes of it may be what the caller waits for
                 self._uncork()
-        self._poller.poll(timeout_s, eager=not self.driver.leads_aside)
+        self._poller.poll(timeout_s, eager=self.driver.is_eager)
 
     def _uncork(self) -> None:
         while self._corked:

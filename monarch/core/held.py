@@ -51,22 +51,22 @@ class Held:
         noted: whether a signal came. `nudge` was called then, to end a wait.
     """
 
-    __slots__ = ("_handlers", "_nudge", "_pending", "_signals", "noted")
+    __slots__ = ("_handlers", "_nudge", "_pending", "noted")
 
     def __init__(self, nudge: Callable[[], None] = lambda: None, signals: _Signals = ALL) -> None:
         self._nudge = nudge
-        self._signals = signals
-        self._handlers: dict[int, Handler] = {}
-        self._pending: list[tuple[int, FrameType | None]] = []
+        self._handlers = signals.handlers()
+        self._pending: list[tuple[int, FrameType | None]] | None = None
         self.noted = False
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.noted = True
+        if self._pending is None:
+            self._pending = []
         self._pending.append((number, frame))
         self._nudge()
 
     def __enter__(self) -> Held:
-        self._handlers = self._signals.handlers()
         try:
             for number in self._handlers:
                 _signal.signal(number, self._note)
@@ -77,7 +77,7 @@ class Held:
 
     def __exit__(self, *_: object) -> None:
         failed = self._restore()
-        while self._pending:
+        while self.noted and self._pending:
             number, frame = self._pending.pop(0)
             try:
                 self._handlers[number](number, frame)

@@ -161,6 +161,10 @@ class CallSink:
     def wait_of(self, future: Future[Any]) -> Wait | None:
         return self.wait
 
+    @property
+    def receivers(self) -> int:
+        return len(self._members.keys)
+
     def unanswered(self) -> list[tuple[int, int]]:
         """(process, number) of the actors that have not answered."""
         return [(self._members.keys[rank], self._members.number) for rank in self._left()]

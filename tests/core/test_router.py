@@ -28,7 +28,7 @@ _NOBODY = Bounce("no gateway on its way knows the destination process")
 )
 @pytest.mark.parametrize("kind", list(Kind))
 def test_a_message_is_delivered_forwarded_or_bounced_by_its_head_alone(
-    kind: Kind, destination: int, ttl: int, step: object
+    kind: int, destination: int, ttl: int, step: object
 ) -> None:
     envelope = Envelope(kind, destination, 0, 0, 9, 9, [], ttl=ttl)
 

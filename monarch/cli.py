@@ -243,7 +243,12 @@ def _worker(args: argparse.Namespace) -> int:
     from monarch.mesh.worker import serve
 
     try:
-        serve(args.listen, until_eof=args.until_eof, secret_from_stdin=args.secret_from_stdin)
+        serve(
+            args.listen,
+            until_eof=args.until_eof,
+            secret_from_stdin=args.secret_from_stdin,
+            tell=not args.until_eof,  # whoever holds the other end has started it, and knows
+        )
     except (MonarchError, ValueError, OSError) as error:
         print(f"monarch worker: {error}", file=sys.stderr)
         return 1

@@ -119,8 +119,7 @@ class Dialer:
         if place is not None:
             self._enqueue(dialing, place)
         else:
-            uid = dialing.peer.proc.uid
-            text = f"process {uid} cannot be reached from here: it listens at {answer or 'no address'}"
+            text = f"{dialing.peer.title} cannot be reached from here: it listens at {answer or 'no address'}"
             self._end(dialing, self._unreachable(dialing.peer, text))
 
     def _enqueue(self, dialing: Dialing, place: Place) -> None:
@@ -142,19 +141,19 @@ class Dialer:
                 self._dial(dialing, place)
 
     def _dial(self, dialing: Dialing, place: Place) -> None:
-        peer, uid, address = dialing.peer, dialing.peer.proc.uid, place.url
+        peer, address = dialing.peer, place.url
         try:
             link = self._reach.dial(place, self._hello_limit_s)
             self._greet(peer, link, partial(self._refused, dialing, address))
         except ConnectionRefusedError as error:
             if peer.proc.keeper is None and not peer.is_new_host:
-                self._end(dialing, self._unreachable(peer, f"process {uid} is gone: nobody listens at {address}"))
+                self._end(dialing, self._unreachable(peer, f"{peer.title} is gone: nobody listens at {address}"))
             else:
                 self._try_again(dialing, str(error))
         except Exception as error:
             trouble = f"{type(error).__name__}: {error}"
             if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE) and not peer.breaks:
-                text = f"process {uid} cannot be reached: {trouble} (see `ulimit -n`)"
+                text = f"{peer.title} cannot be reached: {trouble} (see `ulimit -n`)"
                 self._end(dialing, self._unreachable(peer, text))
             elif isinstance(error, AuthenticationError) and peer.is_new_host:
                 self._end(dialing, self._unreachable(peer, str(error)))
@@ -165,7 +164,7 @@ class Dialer:
 
     def _refused(self, dialing: Dialing, address: str, *, silent: bool, reason: str = "") -> None:
         if reason and dialing.peer.proc.keeper is None:
-            text = f"process {dialing.peer.proc.uid} cannot be reached at {address}: {reason}"
+            text = f"{dialing.peer.title} cannot be reached at {address}: {reason}"
             self._end(dialing, self._unreachable(dialing.peer, text))
         elif silent:
             self._silent(dialing, address, "it accepted the connection and did not answer")
@@ -185,7 +184,7 @@ class Dialer:
         if time.monotonic() < dialing.deadline_s:
             self._pause(dialing)
         else:
-            text = f"process {dialing.peer.proc.uid} could not be reached for {dialing.limit_s:g} s: {trouble}"
+            text = f"{dialing.peer.title} could not be reached for {dialing.limit_s:g} s: {trouble}"
             self._end(dialing, self._unreachable(dialing.peer, text))
 
     def _pause(self, dialing: Dialing) -> None:

@@ -51,8 +51,8 @@ class Heartbeats:
             missed = self._missed[peer] = 0 if heard else missed + 1
             if missed >= _BEATS:
                 del self._missed[peer]
-                where = peer.host or "its host"
-                text = f"nothing was heard from {where} for {self._limit_s:g} s (setting host_timeout)"
+                where = f" on {peer.host}" if peer.host else ""
+                text = f"nothing was heard from {peer.title}{where} for {self._limit_s:g} s (setting host_timeout)"
                 self._give_up(peer, Down("unreachable", text, peer.pid, peer.host))
             elif peer.state is State.UP:
                 peer.say(FrameType.HEARTBEAT)

@@ -61,6 +61,8 @@ class Peer:
     link: Link | None = None
     we_dialed: bool = False
     address: str = ""
+    known_as: str = ""
+    """What people call it, where they do."""
     pid: int = 0
     host: str = ""
     steady: bool = False
@@ -99,6 +101,11 @@ class Peer:
     @property
     def key(self) -> int:
         return self.proc.key
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        return self.known_as or f"process {self.proc.uid}"
 
     @property
     def is_new_host(self) -> bool:

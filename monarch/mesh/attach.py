@@ -71,6 +71,7 @@ class Attachment:
     def _find(self, worker: str | Future[str]) -> None:
         try:
             self.url = worker if isinstance(worker, str) else worker.get(0)
+            self._peer.known_as = f"the worker at {self.url}"
             address = _place(self.url, self._secret)
             _be_reachable(self._runtime, self.url, self._secret)
         except Exception as error:

@@ -224,7 +224,7 @@ class HostAgent:
         runtime.handlers["show_output"] = self._on_show_output
         runtime.handlers["output"] = self._on_output
         runtime.on_proc_gone.append(self._on_owner_gone)
-        runtime.on_proc_gone.append(lambda key, _: outputs.forget(key))
+        runtime.on_proc_gone.append(self._on_lost_with_host)
         runtime.gateway.on_lost_child = self._on_lost
 
     def _on_launch(self, envelope: Envelope, owner: ActorId, requests: list[LaunchRequest]) -> None:
@@ -428,6 +428,14 @@ class HostAgent:
         self._outputs.close()
 
     # ---- output
+
+    def _on_lost_with_host(self, key: int, down: Down) -> None:
+        """No more lines come of a process whose host is gone; of others, the last one says so."""
+        peer = self._runtime.gateway.peers.get(key)
+        keeper = None if peer is None or peer.proc.keeper is None else peer.proc.keeper.key
+        host = None if keeper is None else self._runtime.gateway.peers.get(keeper)
+        if keeper != self._runtime.key and (host is None or host.down is not None):
+            self._outputs.forget(key)
 
     def _on_forwards(self, envelope: Envelope, keys: list[int]) -> None:
         """Answer with those of these processes of this host whose output is forwarded."""

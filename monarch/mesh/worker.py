@@ -9,10 +9,12 @@ Agents are `MeshProc`s in the worker's process. No code of users runs here, so a
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final, NoReturn
 
 from attrs import define, evolve, field
@@ -134,8 +136,11 @@ class Worker:
         self._over = True
         self._poller.wake()
 
-    def close(self) -> None:
+    def stop_listening(self) -> None:
         self._listener.close()
+
+    def close(self) -> None:
+        self.stop_listening()
         self._starter.close(_ORPHAN_GRACE_S)
         for thread in [self._close(tenant) for tenant in list(self._tenants.values())]:
             thread.join(2 * _GOODBYE_S)
@@ -238,12 +243,13 @@ class Worker:
             return tenant.closing
 
 
-def serve(address: str, *, until_eof: bool = False, secret_from_stdin: bool = False) -> None:
+def serve(address: str, *, until_eof: bool = False, secret_from_stdin: bool = False, tell: bool = False) -> None:
     """Serve a host until a client shuts the worker down.
 
     Args:
         until_eof: or until the standard input ends, as it does when whoever started the worker is gone.
         secret_from_stdin: the first line there is the secret.
+        tell: print where it listens, once it does.
 
     Raises:
         NoSecret, ValueError, NotViable, OSError: nobody can listen at `address`.
@@ -251,6 +257,10 @@ def serve(address: str, *, until_eof: bool = False, secret_from_stdin: bool = Fa
     show_what_was_asked_for()
     secret = good(_first_line(), "the first line of the standard input") if secret_from_stdin else None
     worker = Worker(address, secret)
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, partial(_end_by_signal, worker))
+    if tell:
+        print(f"monarch worker: listening at {worker.url}", flush=True)
 
     def watch() -> None:
         while os.read(0, 4096):
@@ -260,6 +270,13 @@ def serve(address: str, *, until_eof: bool = False, secret_from_stdin: bool = Fa
     if until_eof:
         threading.Thread(target=watch, name="monarch-until-eof", daemon=True).start()
     worker.serve()
+
+
+def _end_by_signal(worker: Worker, signum: int, frame: object) -> None:
+    """Leave no socket behind, and end as by any signal: what was launched here ends with this process."""
+    worker.stop_listening()
+    signal.signal(signum, signal.SIG_DFL)
+    signal.raise_signal(signum)
 
 
 def _first_line() -> bytes:

@@ -69,7 +69,10 @@ def test_a_silence_of_five_beats_is_the_end(heard: str, lost_at: int | None) -> 
             break
     assert found == lost_at
     if lost_at is not None:
-        assert "nothing was heard from far for 5 s (setting host_timeout)" in scene.lost[0][1].reason
+        assert (
+            f"nothing was heard from process {agent.proc.uid} on far for 5 s (setting host_timeout)"
+            in scene.lost[0][1].reason
+        )
 
 
 def test_every_beat_asks_those_that_are_up() -> None:

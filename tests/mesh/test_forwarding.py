@@ -21,8 +21,10 @@ from monarch.actor import Actor, SupervisionError, attach_to_workers, endpoint, 
 from monarch.mesh import forwarding
 from monarch.mesh.forwarding import Forwarder, Source
 from monarch.mesh.lines import Line, Origin, Parcel
+from monarch.mesh.outputs import Outputs
 from monarch.testing import TestClient, fresh_client
 from tests.mesh.workers import worker
+from tests.until import until
 
 LIMIT_S = 20.0
 
@@ -470,6 +472,21 @@ def test_two_clients_of_one_worker_see_their_own_lines_only(output, client, addr
     assert {line.split()[0] for line in theirs.splitlines()} == {"theirs[0]"}  # though it never stopped them
     assert {line.split()[0] for line in output.text.splitlines()} == {"ours[0]"}
     assert len(output.text.splitlines()) == 2 * 4
+
+
+def test_lines_are_awaited_until_the_last_one_or_the_end_of_their_host(output, client, tmp_path, monkeypatch):
+    forgotten = []
+    monkeypatch.setattr(Outputs, "forget", lambda self, key: forgotten.append(key))
+    with worker(f"ipc://{tmp_path}/w") as served:
+        hosts = attach_to_workers(workers=[served.url])
+        ended, lost = hosts.spawn_procs(name="ended"), hosts.spawn_procs(name="lost")
+        for procs in (ended, lost):
+            procs.spawn("talker", Talker).talk.call().get(LIMIT_S)
+        ended.stop().get(LIMIT_S)
+        served.kill()
+        client.expect_fault("talker")
+        until(lambda: lost._procs[0].key in forgotten)
+    assert ended._procs[0].key not in forgotten
 
 
 def test_a_process_that_execs_is_forwarded_too(output, client):

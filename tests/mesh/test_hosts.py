@@ -168,7 +168,7 @@ def test_shutdown_ends_processes_and_workers(client: TestClient, tmp_path: Path)
         hosts.shutdown().get(LIMIT_S)
         wait_until_gone(pid)
         assert served.process.wait(LIMIT_S) == 0
-        assert (tmp_path / "output").read_text() == ""
+        assert (tmp_path / "output").read_text() == f"monarch worker: listening at {served.url}\n"
         with pytest.raises(RuntimeError, match="HostMesh has already been shut down"):
             hosts.shutdown()
 
@@ -217,9 +217,19 @@ def test_a_worker_that_is_killed_is_the_failure_of_its_processes(client: TestCli
         pid = mesh.pid.call_one().get(LIMIT_S)
         served.kill()
         client.expect_fault("w")
-        with pytest.raises(SupervisionError):
+        with pytest.raises(SupervisionError, match=f"the worker at ipc://{tmp_path}/w is gone"):
             mesh.pid.call_one().get(LIMIT_S)
         wait_until_gone(pid)
+
+
+def test_a_worker_says_where_it_listens_and_leaves_no_socket_when_it_is_told_to_end(tmp_path: Path) -> None:
+    path, output = tmp_path / "w", tmp_path / "output"
+    with worker(f"ipc://{path}", log=output) as served:
+        until(lambda: output.read_text() == f"monarch worker: listening at ipc://{path}\n")
+        assert path.is_socket()
+        served.process.terminate()
+        assert served.process.wait(LIMIT_S) == -signal.SIGTERM
+        assert not path.exists()
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])

@@ -140,6 +140,27 @@ def test_imports_point_down():
     assert slips == []
 
 
+def test_no_circle_of_imports_is_longer_than_a_pair():
+    """Lazy ones count, too: a module that loads one above it when it is first called is no layer below it."""
+    edges: dict[str, set[str]] = {module: set() for module in modules()}
+    for found in imports():
+        if not found.typing_only and found.target in edges:
+            edges[dotted(found.path)].add(found.target)
+
+    def reached_from(module: str) -> set[str]:
+        reached: set[str] = set()
+        todo = [module]
+        while todo:
+            new = edges[todo.pop()] - reached
+            reached |= new
+            todo += new
+        return reached
+
+    reached = {module: reached_from(module) for module in edges}
+    circles = {frozenset(other for other in reached[module] if module in reached[other]) for module in edges}
+    assert [sorted(circle) for circle in circles if len(circle) > 2] == []
+
+
 def test_core_and_above_know_no_concrete_transport():
     """Only `transports` itself, and tests' tools, name a transport's module; everybody else asks the registry."""
     concrete = [

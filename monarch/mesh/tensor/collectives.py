@@ -6,7 +6,7 @@ computed meanwhile overlaps with the communication.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,7 +38,16 @@ def _dims(lane: Lane, dims: Dims) -> tuple[str, ...]:
     return given or labels
 
 
-def _check(tensor: Tensor, dims: Dims, how: str, scatter: bool, mesh: Any) -> tuple[Reduction, int]:
+def _of_each(function: Callable[..., Any], tensors: Any, *others: Any) -> Any:
+    """The structure `tensors` with what `function` makes of each tensor in it."""
+
+    def applied(leaf: Any, *more: Any) -> Any:
+        return function(leaf, *more) if isinstance(leaf, torch.Tensor) else leaf
+
+    return pytree.tree_map(applied, tensors, *others)
+
+
+def _check(tensor: Any, dims: Dims, how: str, scatter: bool, mesh: Any) -> tuple[Reduction, int]:
     """The reduction, and how many members its groups have."""
     if mesh is not None:
         raise NotImplementedError("reducing to another mesh is planned: reduce, then to_mesh")
@@ -71,56 +80,66 @@ def _issue(tensor: Tensor, reduction: Reduction, target: int, result: int) -> No
 
 
 def reduce(
-    tensor: Tensor,
+    tensors: Any,
     dims: Dims = None,
     reduction: str = "sum",
     scatter: bool = False,
     mesh: Any = None,
-    out: Tensor | None = None,
-) -> Tensor:
+    out: Any = None,
+) -> Any:
     """The reduction of the shards of a tensor: each member of a group has its result as a shard.
 
     Args:
+        tensors: a tensor, or a structure of some, each of which is reduced.
         dims: dimensions of the mesh; processes that differ in these alone are a group. None means all.
         reduction: "sum", "avg", "product", "min", "max", "band", "bor", "bxor"; or "stack": all shards, in a new first
             dimension (all-gather). Members are in row-major order.
         scatter: the first dimension has a piece for each member, which gets the reduction of that piece alone
             (reduce-scatter; with "stack", the pieces that the members have for it: all-to-all).
-        out: a tensor on the same mesh that takes the result.
+        out: a tensor on the same mesh that takes the result; for a structure, one of such tensors.
 
     Raises:
         KeyError: no such dimension.
         ValueError: a dimension is there twice, the reduction is unknown or not for this dtype, `out` does not fit.
-        TypeError: the tensor cannot be used here; with `scatter`, its first dimension is not as large as the group.
+        TypeError: a tensor cannot be used here; with `scatter`, its first dimension is not as large as the group.
     """
-    wanted, size = _check(tensor, dims, reduction, scatter, mesh)
-    place = tensor._ref.place
-    meta = dense_meta(result_meta(wanted, size), tensor.dtype, tensor.device)
-    if out is None:
-        number = place.lane.engine.new()
-        _issue(tensor, wanted, 0, number)
-        return Tensor(Ref(number, place, meta))
-    if tuple(out.shape) != meta.shape or out.dtype != meta.dtype:
-        raise ValueError(
-            f"out has shape {tuple(out.shape)} and {out.dtype}; the result has {meta.shape} and {meta.dtype}"
-        )
-    refuse_wrong("reduce", [tensor, out], [out], grad=False)
-    _issue(tensor, wanted, out._ref.number, 0)
-    return out
+
+    def reduced(tensor: Any, into: Any = None) -> Any:
+        wanted, size = _check(tensor, dims, reduction, scatter, mesh)
+        place = tensor._ref.place
+        meta = dense_meta(result_meta(wanted, size), tensor.dtype, tensor.device)
+        if into is None:
+            number = place.lane.engine.new()
+            _issue(tensor, wanted, 0, number)
+            return Tensor(Ref(number, place, meta))
+        if tuple(into.shape) != meta.shape or into.dtype != meta.dtype:
+            raise ValueError(
+                f"out has shape {tuple(into.shape)} and {into.dtype}; the result has {meta.shape} and {meta.dtype}"
+            )
+        refuse_wrong("reduce", [tensor, into], [into], grad=False)
+        _issue(tensor, wanted, into._ref.number, 0)
+        return into
+
+    return _of_each(reduced, tensors) if out is None else _of_each(reduced, tensors, out)
 
 
-def reduce_(tensor: Tensor, dims: Dims = None, reduction: str = "sum", scatter: bool = False, mesh: Any = None) -> Any:
-    """As `reduce`, into the tensor itself.
+def reduce_(tensors: Any, dims: Dims = None, reduction: str = "sum", scatter: bool = False, mesh: Any = None) -> Any:
+    """As `reduce`, into the tensors themselves.
 
     Raises:
         ValueError: also, when the result has another shape.
     """
-    wanted, size = _check(tensor, dims, reduction, scatter, mesh)
-    if result_meta(wanted, size) != tuple(tensor.shape) or scatter:
-        raise ValueError(f"reduce_ with reduction {reduction!r}{' and scatter' if scatter else ''} changes the shape")
-    refuse_wrong("reduce_", [tensor], [tensor], grad=False)
-    _issue(tensor, wanted, tensor._ref.number, 0)
-    return tensor
+
+    def reduced(tensor: Any) -> Any:
+        wanted, size = _check(tensor, dims, reduction, scatter, mesh)
+        if result_meta(wanted, size) != tuple(tensor.shape) or scatter:
+            more = " and scatter" if scatter else ""
+            raise ValueError(f"reduce_ with reduction {reduction!r}{more} changes the shape")
+        refuse_wrong("reduce_", [tensor], [tensor], grad=False)
+        _issue(tensor, wanted, tensor._ref.number, 0)
+        return tensor
+
+    return _of_each(reduced, tensors)
 
 
 def rank_tensor(mesh: ProcMesh, dim: str) -> Tensor:
@@ -141,15 +160,13 @@ def slice_mesh(tensors: Any, **dims: Any) -> Any:
     """
 
     def sliced(tensor: Any) -> Any:
-        if type(tensor) is not Tensor:
-            return tensor
+        refuse_wrong("slice_mesh", [tensor], grad=False, stream=tensor.stream if type(tensor) is Tensor else None)
         ref = tensor._ref
-        refuse_wrong("slice_mesh", [tensor], grad=False, stream=ref.place.stream)
         mesh = ref.place.lane.mesh.slice(**dims)
         lane = ref.place.lane.engine.lane(mesh)
         return Tensor(Ref(ref.number, lane.place(ref.place.stream), ref.meta, ref))
 
-    return pytree.tree_map(sliced, tensors)
+    return _of_each(sliced, tensors)
 
 
 def to_mesh(tensors: Any, mesh: ProcMesh, stream: Stream | None = None) -> Any:
@@ -167,8 +184,6 @@ def to_mesh(tensors: Any, mesh: ProcMesh, stream: Stream | None = None) -> Any:
     """
 
     def moved(tensor: Any) -> Any:
-        if type(tensor) is not Tensor:
-            return tensor
         refuse_wrong("to_mesh", [tensor], grad=False)
         place = tensor._ref.place
         source, engine = place.lane, place.lane.engine
@@ -195,7 +210,7 @@ def to_mesh(tensors: Any, mesh: ProcMesh, stream: Stream | None = None) -> Any:
         meta = dense_meta(tensor._ref.meta.shape, tensor.dtype, tensor.device)
         return Tensor(Ref(number, target.place(stream or place.stream), meta))
 
-    return pytree.tree_map(moved, tensors)
+    return _of_each(moved, tensors)
 
 
 for _verb in (reduce, reduce_, to_mesh, slice_mesh):

@@ -37,12 +37,17 @@ class Direct:
         self._numbers = itertools.count()
 
     def all_reduce(
-        self, shard: torch.Tensor | None, fold: Fold, finish: Callable[[torch.Tensor], torch.Tensor]
+        self,
+        shard: torch.Tensor | None,
+        fold: Fold,
+        finish: Callable[[torch.Tensor], torch.Tensor],
+        in_place: bool = False,
     ) -> Future[torch.Tensor | None]:
         """The result, in one dimension; None where a member had no shard. The shard may be written to at once.
 
         Args:
             finish: applied to each piece of the result, once.
+            in_place: the result goes into the shard, which must be contiguous, and is not to be touched until then.
         """
         number = next(self._numbers)
         others = [rank for rank in range(self._size) if rank != self._rank]
@@ -52,7 +57,7 @@ class Direct:
         for other in others:
             self._notes.send(other, f"{number}/part/{self._rank}", pieces[other])
         mine = pieces[self._rank]
-        own = None if mine is None else self._joined([mine])
+        own = mine if mine is None or in_place else self._joined([mine])
 
         def collected(what: str, own: torch.Tensor | None) -> list[torch.Tensor] | None:
             found: list[torch.Tensor | None] = [
@@ -67,7 +72,12 @@ class Direct:
             for other in others:
                 self._notes.send(other, f"{number}/total/{self._rank}", total)
             totals = collected("total", total)
-            return None if totals is None else self._joined(totals)
+            if totals is None or not in_place:
+                return None if totals is None else self._joined(totals)
+            for piece, whole in zip(pieces, totals, strict=True):
+                if piece is not None and piece is not whole:
+                    piece.copy_(whole)
+            return shard
 
         return self._jobs.submit(go_on)
 

@@ -66,5 +66,12 @@ class RemoteException(MonarchError):
         )
 
 
+def value_refused() -> TypeError:
+    return TypeError(
+        "the value of a distributed tensor was asked for (item, bool, float, tolist, ...), and each process has its "
+        "own: use monarch.inspect(tensor) or monarch.fetch_shard(tensor)"
+    )
+
+
 class DeviceException(SupervisionError):
     """A worker of the mesh is gone: its tensors are lost, and the mesh cannot be used for tensors any more."""

@@ -3,7 +3,7 @@ the CPU, and NCCL for those of CUDA devices.
 
 A worker whose input could not be computed takes part all the same, with zeros and a mark that says so, because the
 others wait for it; each member then has a failure as its result. Where all reduce into a buffer of ours, the mark is
-one more element of it; elsewhere it is exchanged first. A reduction in place needs no memory beside the tensor.
+one more element of it; elsewhere it is exchanged first. A reduction in place needs little memory beside the tensor.
 
 What gloo cannot reduce (bits, booleans, complex numbers) is gathered, and reduced by each member in the order of ranks.
 """
@@ -31,6 +31,8 @@ REDUCTIONS: Final = ("stack", "sum", "avg", "product", "min", "max", "band", "bo
 
 DIRECT_BYTES: Final = 16 << 20
 """Reductions of so much go directly, where processes share memory. Smaller ones are faster over gloo."""
+DIRECT_AT_ONCE_BYTES: Final = 32 << 20
+"""What a reduction in place sends at once: about so much memory it needs beside the tensor."""
 
 _NATIVE: Final = {
     "sum": dist.ReduceOp.SUM,
@@ -160,7 +162,7 @@ class Group:
         """
         meta, how = reduction.meta, reduction.how
         native = how in _NATIVE and meta.dtype in _NATIVE_DTYPES
-        large = _count(meta) * meta.dtype.itemsize >= DIRECT_BYTES
+        large = _size_bytes(meta) >= DIRECT_BYTES
         if self._direct is not None and large and not reduction.scatter and how != "stack":
             return self._all_reduce_directly(self._direct, shard, meta, how)
         if not reduction.scatter and native:
@@ -185,12 +187,20 @@ class Group:
             if shard is not None:
                 shard.copy_(value)
             return
+        whole = self._agree(shard, meta.device)
+        if self._direct is not None and _size_bytes(meta) >= DIRECT_BYTES:
+            for part in whole.view(-1).split(DIRECT_AT_ONCE_BYTES // meta.dtype.itemsize):
+                self._direct.all_reduce(part, _FOLDS[how], self._finish(how), in_place=True).result()
+            return
         options = dist.AllreduceOptions()
         options.reduceOp = _NATIVE[how]
-        whole = self._agree(shard, meta.device)
         self.backend.allreduce([whole], options).wait()
         if how == "avg":
             self._averaged(whole)
+
+    def _finish(self, how: str) -> Callable[[torch.Tensor], torch.Tensor]:
+        """What makes the result of a sum, or of whatever else was folded."""
+        return self._averaged if how == "avg" else lambda total: total
 
     def _averaged(self, total: torch.Tensor) -> torch.Tensor:
         rounding = None if total.is_floating_point() or total.is_complex() else "floor"
@@ -218,7 +228,7 @@ class Group:
         return Pending(finish)
 
     def _all_reduce_directly(self, direct: Direct, shard: torch.Tensor | None, meta: Meta, how: str) -> Pending:
-        result = direct.all_reduce(shard, _FOLDS[how], self._averaged if how == "avg" else lambda total: total)
+        result = direct.all_reduce(shard, _FOLDS[how], self._finish(how))
 
         def finish() -> torch.Tensor:
             whole = result.result()
@@ -257,7 +267,7 @@ class Group:
 
     def _gather(self, shard: torch.Tensor | None, meta: Meta) -> list[torch.Tensor]:
         """All shards, in the order of the members; views of one buffer. Bytes travel, so that every dtype does."""
-        size = _count(meta) * meta.dtype.itemsize
+        size = _size_bytes(meta)
         room = (size // _ALIGNED_BYTES + 1) * _ALIGNED_BYTES
         own = torch.zeros(room, dtype=torch.uint8, device=meta.device)
         if shard is None:
@@ -274,6 +284,10 @@ class Group:
 
 def _count(meta: Meta) -> int:
     return functools.reduce(int.__mul__, meta.shape, 1)
+
+
+def _size_bytes(meta: Meta) -> int:
+    return _count(meta) * meta.dtype.itemsize
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from monarch.mesh.tensor.errors import Stack, stack_of
+from monarch.mesh.tensor.errors import Stack, stack_of, value_refused
 from monarch.mesh.tensor.metadata import Meta
 
 if TYPE_CHECKING:
@@ -60,6 +60,9 @@ class Ref:
             lane.frees_now = True
 
 
+_make: Any = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+
+
 class _Refused(threading.local):
     error: TypeError | None = None
 
@@ -103,14 +106,7 @@ class Tensor(torch.Tensor):
     @staticmethod
     def __new__(cls, ref: Ref) -> Tensor:
         meta = ref.meta
-        self: Tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls,
-            meta.shape,
-            strides=meta.stride,
-            storage_offset=meta.offset,
-            dtype=meta.dtype,
-            device=meta.device,
-        )
+        self: Tensor = _make(cls, meta.shape, meta.stride, meta.offset or None, dtype=meta.dtype, device=meta.device)
         self._ref = ref
         return self
 
@@ -155,6 +151,14 @@ class Tensor(torch.Tensor):
         def to_mesh(self, mesh: ProcMesh, stream: Stream | None = None) -> Tensor: ...
 
         def slice_mesh(self, **dims: Any) -> Tensor: ...
+
+    def tolist(self) -> Any:  # type: ignore[override]
+        """Raises: TypeError, always: see `inspect`."""
+        raise value_refused()
+
+    def numpy(self, *, force: bool = False) -> Any:  # type: ignore[override]
+        """Raises: TypeError, always: see `inspect`."""
+        raise value_refused()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if not self.is_leaf:

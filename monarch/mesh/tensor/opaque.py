@@ -55,16 +55,16 @@ class RemoteProcessGroup:
 
     Args:
         dims: of the mesh; processes that differ in these alone are a group.
-        mesh: whose workers make it.
+        device_mesh: whose workers make it.
 
     Raises:
         KeyError: the mesh has no such dimension.
     """
 
-    def __init__(self, dims: str | Sequence[str], mesh: ProcMesh) -> None:
+    def __init__(self, dims: str | Sequence[str], device_mesh: ProcMesh) -> None:
         given = (dims,) if isinstance(dims, str) else tuple(dims)
-        check_dimensions(mesh._region, given)
-        lane = engine_of(mesh).lane(mesh)
+        check_dimensions(device_mesh._region, given)
+        lane = engine_of(device_mesh).lane(device_mesh)
         number = lane.engine.new()
         lane.append((int(Op.GROUP), given, f"group{next(_names)}", number), here())
         meta = dense_meta((), torch.int64, torch.device("cpu"))

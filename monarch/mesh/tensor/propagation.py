@@ -12,6 +12,7 @@ from torch._subclasses import fake_tensor
 from torch.utils import _pytree as pytree
 
 from monarch.mesh.tensor.commands import ALIASED, NEW, NOTHING, Hole, Template, fill
+from monarch.mesh.tensor.errors import value_refused
 from monarch.mesh.tensor.metadata import Meta, meta_of
 
 
@@ -47,10 +48,7 @@ def plan(number: int, func: Any, args: Any, kwargs: dict[str, Any], metas: Seque
         input. TypeError: it reads an element. Exception: whatever torch says about the arguments.
     """
     if func is torch.ops.aten._local_scalar_dense.default:
-        raise TypeError(
-            "the value of a distributed tensor was asked for (item, bool, float, print, ...), and each process has its "
-            "own: use monarch.inspect(tensor) or monarch.fetch_shard(tensor)"
-        )
+        raise value_refused()
     with fake_tensor.FakeTensorMode(allow_non_fake_inputs=False) as mode:
         fakes = [meta.fake(mode) for meta in metas]
         values = [*fakes, *[1.0] * extras]

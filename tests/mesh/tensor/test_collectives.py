@@ -158,6 +158,21 @@ def test_direct_reductions_are_those_of_gloo(make, directly, how, dtype):
     assert torch.equal(at(total, 1, 0), wanted)
 
 
+@pytest.mark.parametrize(("how", "dtype"), [case for case in CASES if case[0] != "stack"])
+def test_direct_reductions_in_place_go_part_by_part(make, directly, monkeypatch, how, dtype):
+    from monarch.mesh.tensor import groups
+
+    monkeypatch.setattr(groups, "DIRECT_AT_ONCE_BYTES", 40)
+    tensor = make(dtype)
+    rest = tensor[3]
+    tensor[:3].reduce_(None, how)
+    wanted = fold(how, [shard(host, gpu, dtype) for host in range(HOSTS) for gpu in range(GPUS)])
+
+    assert torch.equal(at(tensor[:3], 0, 1), wanted[:3])
+    assert torch.equal(at(tensor[:3], 1, 0), wanted[:3])
+    assert torch.equal(at(rest, 1, 0), shard(1, 0, dtype)[3])
+
+
 @pytest.mark.parametrize("shape", [(), (3,), (0,), (5, 3)])
 def test_pieces_of_direct_reductions_may_be_uneven_or_empty(procs, directly, shape):
     rank = procs.rank_tensor("gpus")
@@ -185,10 +200,10 @@ def test_who_reduces_with_a_failed_member_fails_too(procs, directly):
 
     with procs.activate():
         bad = remote(fail_at_first, propagate=lambda x, rank: x)(torch.ones(4), procs.rank_tensor("gpus"))
-        total = bad.reduce("gpus")
-        for gpu, reason in ((0, "spilt"), (1, "another member")):
-            with pytest.raises(monarch.RemoteException, match=reason):
-                inspect(total, gpus=gpu)
+        for total in (bad.reduce("gpus"), bad.reduce_("gpus")):
+            for gpu, reason in ((0, "spilt"), (1, "another member")):
+                with pytest.raises(monarch.RemoteException, match=reason):
+                    inspect(total, gpus=gpu)
         assert inspect(torch.ones(4).reduce("gpus")).tolist() == [2.0] * 4
 
 
@@ -300,3 +315,24 @@ def test_what_was_issued_is_done_before_a_mesh_stops(tensor_client, tmp_path, si
     mesh.stop().get(30)
 
     assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {"0": "1.0", "1": "1.0"}
+
+
+def test_structures_are_reduced_and_moved_tensor_by_tensor(procs):
+    with procs.activate():
+        ranks = procs.rank_tensors()
+        into = {label: torch.zeros((), dtype=torch.int64) for label in ranks}
+        sums = monarch.reduce({**ranks, "step": 3}, "gpus")
+        monarch.reduce(ranks, "hosts", out=into)
+        monarch.reduce_([ranks["gpus"]], "gpus", "max")
+
+    assert inspect(sums, hosts=1) == {"hosts": 2, "gpus": 1, "step": 3}
+    assert inspect(into, gpus=1) == {"hosts": 1, "gpus": 2}
+    assert inspect(ranks["gpus"]) == 1
+
+
+@pytest.mark.parametrize("verb", ["reduce", "reduce_", "slice_mesh", "to_mesh"])
+def test_a_local_tensor_is_refused(procs, verb):
+    arguments = {"slice_mesh": {"hosts": 0}, "to_mesh": {"mesh": procs}}.get(verb, {})
+    local = torch.ones(2)
+    with procs.activate(), pytest.raises(TypeError, match="LOCAL_TENSOR"):
+        getattr(monarch, verb)({"weight": local}, **arguments)

@@ -1,5 +1,7 @@
-"""How a snapshot looks to people: as a tree, or as the stacks of its actors and threads. Text for `rich`, without I/O
-but for the source lines of frames."""
+"""How a snapshot looks to people: as a tree, or as the stacks of its actors and threads.
+
+Text for `rich`, without I/O but for the source lines of frames.
+"""
 
 from __future__ import annotations
 

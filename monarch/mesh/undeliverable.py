@@ -1,5 +1,6 @@
-"""A message that came back although nobody waits for its answer: a broadcast, or a value sent to a port. It was not
-delivered, or that is not known: a process may end with what it has taken in and not acknowledged yet.
+"""A message that came back although nobody waits for its answer: a broadcast, or a value sent to a port.
+
+It was not delivered, or that is not known: a process may end with what it has taken in and not acknowledged yet.
 
 Its sender hears of it, if it is an actor that wants to. Otherwise it fails, where nothing else tells it
 (`Spawner.must_hear_of`); elsewhere a warning says what came back from where, and how to have it otherwise.

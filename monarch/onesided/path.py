@@ -1,5 +1,7 @@
-"""What a path is: a way for bytes between memory of this process and a buffer of another. And what a buffer is, as
-everybody may know it."""
+"""What a path is: a way for bytes between memory of this process and a buffer of another.
+
+And what a buffer is, as everybody may know it.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Who may connect, sans-IO: a mutual proof that both ends know the job's secret. Decides by whom a byte may be sent
-to the layers above; leaves sockets, deadlines and how many newcomers there may be to the listeners.
+"""Who may connect, sans-IO: a mutual proof that both ends know the job's secret.
+
+Decides by whom a byte may be sent to the layers above; leaves sockets, deadlines and how many newcomers there may be to
+the listeners.
 
 ```
 both      magic (8) version (u16) nonce (32)        at once, each to the other

@@ -1,6 +1,7 @@
-"""What a transport has to end with the process: last of all, when those who still had links have closed them. Exit
-handlers run in the reverse order of their registration, and a transport may load late; so this module is loaded with
-`registry`, before anybody can register who has links.
+"""What a transport has to end with the process: last of all, when those who still had links have closed them.
+
+Exit handlers run in the reverse order of their registration, and a transport may load late; so this module is loaded
+with `registry`, before anybody can register who has links.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""RDMA devices, through libibverbs. Decides how two processes get a link; leaves the stream to `verbs_stream`, the end
-of it to `stream`, and the device to `monarch.verbs`.
+"""RDMA devices, through libibverbs.
+
+Decides how two processes get a link; leaves the stream to `verbs_stream`, the end of it to `stream`, and the device to
+`monarch.verbs`.
 
 An address is that of a TCP listener. A dialer proves the secret there, and then both sides tell each other their queue
 pairs, post their receives, and say that they are ready. The connection stays: its end is the death notice that an idle

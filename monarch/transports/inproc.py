@@ -1,5 +1,6 @@
-"""Links inside one process, for tests and debugging. Decides when a queue is full and how readiness is signalled;
-`faults` can disturb what is decided here.
+"""Links inside one process, for tests and debugging.
+
+Decides when a queue is full and how readiness is signalled; `faults` can disturb what is decided here.
 
 A link serialises: parts are copied as they pass, so the receiver owns its buffers as it does everywhere else. Each end
 has a pipe whose reading end is `fileno`: readable when there are frames, an end to report, or, after `send_nowait` had

@@ -1,5 +1,7 @@
-"""Unix sockets between processes of one host. Decides how addresses become sockets and who may connect; leaves frames
-and the end of links to `stream`. `shm` listens and dials through it, too.
+"""Unix sockets between processes of one host.
+
+Decides how addresses become sockets and who may connect; leaves frames and the end of links to `stream`. `shm` listens
+and dials through it, too.
 
 A name in the abstract namespace leaves nothing behind however its process ends, so it is what a listener picks by
 itself where the kernel has it (Linux). A path is a file of mode 0600, removed at close; the file of a listener that

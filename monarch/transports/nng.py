@@ -1,5 +1,6 @@
-"""nng: a `Pair0` over a connected socket, or over TLS of its own. The one module that knows nng; how two processes come
-to have a connection is decided in `tcp` and `tls`.
+"""nng: a `Pair0` over a connected socket, or over TLS of its own.
+
+The one module that knows nng; how two processes come to have a connection is decided in `tcp` and `tls`.
 
 `Pair0` because the polyamorous `Pair1` drops messages for a slow peer. nng must not redial behind our back: a pipe that
 is gone is the death of the link.

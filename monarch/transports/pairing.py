@@ -1,6 +1,8 @@
-"""Links over nng on their way up: what `tcp` and `tls` share. A plain connection has proved the secret, and waits
-for the pair beside it; a link is handed out when both ends of the pair are up, because until then nng would not tell
-that the peer is gone. Listening sockets, and connecting to them, are here too.
+"""Links over nng on their way up: what `tcp` and `tls` share.
+
+A plain connection has proved the secret, and waits for the pair beside it; a link is handed out when both ends of the
+pair are up, because until then nng would not tell that the peer is gone. Listening sockets, and connecting to them, are
+here too.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Streams that pass through a process, for a friend that nobody can dial. Decides what such a friend may ask for, and
-carries bytes; what they mean it does not know, and they prove the secret end to end once more. The friend's side is
-`tunnel`.
+"""Streams that pass through a process, for a friend that nobody can dial.
+
+Decides what such a friend may ask for, and carries bytes; what they mean it does not know, and they prove the secret
+end to end once more. The friend's side is `tunnel`.
 
 A friend opens a connection, proves the secret, and says in its greeting what it is for, with 16 bytes that go along:
 

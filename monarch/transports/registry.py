@@ -1,5 +1,7 @@
-"""Which transport serves an address, and which one the processes of a host use among themselves. Decides by
-viability; leaves to the transports whether they are viable. A transport's module loads at its first use."""
+"""Which transport serves an address, and which one the processes of a host use among themselves.
+
+Decides by viability; leaves to the transports whether they are viable. A transport's module loads at its first use.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""TCP between hosts, through nng. Decides which connections make a link; leaves how it comes up to `pairing`,
-what travels over it to `tcp_link`, the proof of the secret to `auth`, accepting to `stream`, and nng to `nng`.
+"""TCP between hosts, through nng.
+
+Decides which connections make a link; leaves how it comes up to `pairing`, what travels over it to `tcp_link`, the
+proof of the secret to `auth`, accepting to `stream`, and nng to `nng`.
 
 A dialer opens two connections to the one port of the listener, and proves the secret on both. After the proof each
 says which it is and to which link it belongs, and the second one is given to nng: both ends adopt the connected socket

@@ -1,5 +1,6 @@
-"""TCP for a process that nobody can dial: every connection is opened by it, to one address, that of a friend's `proxy`,
-which dials others for it, and is dialed in its place. Links are those of `tcp`, from end to end.
+"""TCP for a process that nobody can dial: it opens every connection itself, to the `proxy` of a friend.
+
+That dials others for it, and is dialed in its place. Links are those of `tcp`, from end to end.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""What the controller knows of a tensor: shape, strides, offset, dtype, device. Interned: equal ones are one object, so
-that they are compared and hashed by identity."""
+"""What the controller knows of a tensor: shape, strides, offset, dtype, device.
+
+Interned: equal ones are one object, so that they are compared and hashed by identity.
+"""
 
 from __future__ import annotations
 

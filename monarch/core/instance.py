@@ -153,6 +153,7 @@ class Instance(Sender):
         self._beside: set[asyncio.Task[Any]] = set()
         self._stopping: Down | None = None
         self._cleans_up = False
+        self._told: set[tuple[object, ...]] = set()  # what has made it fail, and what has gone wrong since
         self._reported = threading.Lock()
 
     # ---- from any thread
@@ -415,6 +416,10 @@ class Instance(Sender):
         """Something more has happened to an actor that ends."""
         if self.down is None or later.stopped:  # None: it was cut off
             return
+        self._told.add(self.down.event)
+        if later.event in self._told:
+            return
+        self._told.add(later.event)
         if not self.down.stopped or self._reported.locked():
             log.warning("actor.failed_again", actor=self.member, ended=str(self.down), again=str(later))
         self.down = self.down.then(later)

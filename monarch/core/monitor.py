@@ -61,6 +61,15 @@ class Down:
         broken_off = self.signal is not None and self.signal not in _REQUESTS
         return self.kind == "failed" or bool(self.code) or broken_off
 
+    @property
+    def event(self) -> tuple[object, ...]:
+        """What this comes down to: the same for all that the end of one process, say, has brought about."""
+        if self.cause is not None:
+            return self.cause.event
+        if self.kind in ("exited", "killed"):
+            return self.kind, self.pid, self.host
+        return self.kind, self.pid, self.host, self.actor, self.reason
+
     def then(self, later: Down) -> Down:
         """Why something has ended that was about to end as this says when `later` came: the first failure counts."""
         return later if self.stopped else self

@@ -19,14 +19,15 @@ from monarch.core.envelope import Envelope, Flag, Kind
 from monarch.core.future import Future
 from monarch.core.held import Held, on_main_thread
 from monarch.core.ids import ProcId
-from monarch.errors import MonarchError, SupervisionError, it_has
+from monarch.errors import SupervisionError, it_has
 from monarch.mesh.actor import ActorClass, MeshMethod, class_of
 from monarch.mesh.casting import LARGE_BYTES, Routes, routes
 from monarch.mesh.context import context
 from monarch.mesh.dispatch import READY
 from monarch.mesh.endpoint import Endpoint, PlainMethod, describe_call
+from monarch.mesh.members import describe_member, meet
 from monarch.mesh.replies import Members, MeshReply
-from monarch.mesh.shape import Point, Region
+from monarch.mesh.shape import Region
 from monarch.mesh.view import MeshView, overridable
 from monarch.supervision.failure import Member
 
@@ -305,15 +306,7 @@ def _received(*arguments: Any) -> ActorMesh[Any]:
     names of the mesh's own methods, which would be found first, at once."""
     *fields, shadowed = arguments
     mesh: ActorMesh[Any] = ActorMesh(*fields)
+    meet(mesh._number, mesh._name, mesh._class_name, mesh._procs, mesh._region, mesh._whole)
     if shadowed:
         mesh._actor_class()
     return mesh
-
-
-def describe_member(class_name: str, name: str, whole: Region, base: int) -> Member:
-    """The member of that base rank."""
-    try:
-        point = whole.point_of_base_rank(base)
-    except (ValueError, MonarchError):
-        point = Point(0, whole.extent)
-    return Member(class_name, name, dict(point), str(point) if len(point) else "")

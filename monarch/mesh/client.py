@@ -75,11 +75,16 @@ class RootClient(ProcClient):
 
     def undeliverable(self, envelope: Envelope, down: Down) -> None:
         message = Undeliverable.of(self, envelope, down)
-        if not self.must_hear_of(envelope):
-            message.warn("the client", down)
-        elif self._shutdown is None:
-            failed = self.proc_runtime.failed(message.what()).because(down)
+        returned = self.proc_runtime.returned
+
+        def fail(count: int) -> None:
+            failed = self.proc_runtime.failed(message.what(count)).because(down)
             self._faults.put(MeshFailure(self.name, [0], Member(self.class_name, self.name), failed))
+
+        if not self.must_hear_of(envelope):
+            message.warn("the client", down, returned)
+        elif self._shutdown is None:
+            returned.tell((message.dest(), str(down)), fail)
 
     def shutdown(self) -> Future[None]:
         """Stop everything that this client owns; idempotent."""

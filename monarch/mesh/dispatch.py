@@ -359,7 +359,7 @@ class ActorBehavior:
             failed = self._instance.proc_runtime.failed(f"{self._instance.member}: {message.what()}")
             self._instance.end(failed.because(down))
         else:
-            message.warn(self._instance.member, down)
+            message.warn(self._instance.member, down, self._instance.proc_runtime.returned)
 
     # ---- the end
 

@@ -16,12 +16,12 @@ from monarch.core.gateway import PeerGone
 from monarch.core.ids import ProcId, Uid, new_number
 from monarch.launch.bootstrap import BootstrapCommand, default_bootstrap_cmd
 from monarch.mesh.actor import Actor
-from monarch.mesh.actor_mesh import describe_member
 from monarch.mesh.context import context
 from monarch.mesh.dispatch import settle_result
 from monarch.mesh.endpoint import endpoint
 from monarch.mesh.host import LaunchRequest
 from monarch.mesh.lines import Origin
+from monarch.mesh.members import describe_member
 from monarch.mesh.ownership import OwnedProcs, joined
 from monarch.mesh.proc_mesh import ProcMesh, _spawn_callbacks
 from monarch.mesh.shape import Extent, Point, Region, Slice

@@ -21,10 +21,11 @@ from monarch.core.future import Future
 from monarch.core.ids import ActorId
 from monarch.core.monitor import Down
 from monarch.log import get_logger
-from monarch.mesh.actor_mesh import ActorMesh, describe_member
+from monarch.mesh.actor_mesh import ActorMesh
 from monarch.mesh.child_spec import Child, ChildStatus
 from monarch.mesh.context import ActorInstance, Context, current_context
 from monarch.mesh.host_mesh import this_host
+from monarch.mesh.members import describe_member
 from monarch.mesh.proc_mesh import ProcMesh
 from monarch.supervision.failure import MeshFailure
 from monarch.supervision.policy import Action, Escalate, Exit, Forget, Start, Stop

@@ -20,6 +20,7 @@ from monarch.mesh.child_line import ChildBook
 from monarch.mesh.inspector import Respondent
 from monarch.mesh.ownership import Books
 from monarch.mesh.trust import show_certificates
+from monarch.mesh.undeliverable import Returned
 from monarch.transports.base import Transport
 from monarch.verbs.node import prefer as prefer_device
 
@@ -35,6 +36,7 @@ class MeshProc(Proc):
         root: the process of the client that all this belongs to.
         books: the meshes owned by actors of this process.
         breakpoints: where its actors wait for a debugger.
+        returned: messages that came back, to be told of.
         children: supervisors of this process, and the supervised children that it calls.
         respondent: says what this process does.
         agent: makes and stops its actors.
@@ -60,6 +62,7 @@ class MeshProc(Proc):
         self._root = root
         self.books = Books(self)
         self.breakpoints = Breakpoints(self)
+        self.returned = Returned(self.gateway.call_later)
         self.children = ChildBook(self)
         self.respondent = Respondent(self)
         self.agent = ProcAgent(self)
@@ -83,6 +86,10 @@ class MeshProc(Proc):
     def unowned(self, failure: MeshFailure) -> None:
         """Something has failed whose owner cannot be asked, because it has ended, or is no actor: the client is."""
         self.tell(self.root, "unowned", failure)
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        super().close(timeout_s)
+        self.returned.flush()
 
     def actor_ended(self, instance: Instance, down: Down) -> None:
         self.books.owners.pop(instance.actor_id.number, None)

@@ -14,11 +14,12 @@ from monarch.core.future import Future
 from monarch.core.ids import ProcId, new_number
 from monarch.errors import ActorError, SupervisionError
 from monarch.mesh.actor import Actor, class_of
-from monarch.mesh.actor_mesh import RESERVED, ActorMesh, describe_member
+from monarch.mesh.actor_mesh import RESERVED, ActorMesh
 from monarch.mesh.agent import SpawnInfo
 from monarch.mesh.casting import send_to_all
 from monarch.mesh.context import context
 from monarch.mesh.lines import Origin
+from monarch.mesh.members import describe_member, meet
 from monarch.mesh.ownership import OwnedActors, OwnedProcs, joined
 from monarch.mesh.shape import Region
 from monarch.mesh.view import MeshView, overridable
@@ -151,6 +152,7 @@ class ProcMesh(MeshView):
                 # It was gone before this mesh could hear of it; who owns the process has heard already.
                 told = any(isinstance(each, OwnedProcs) and proc.key in each.ranks for each in owner.owned.values())
                 owned.member_down(rank, down, told=told)
+        meet(number, name, class_name, self._procs, whole, whole)
         return ActorMesh(number, name, cls, class_name, self._procs, whole, whole, owned)
 
     # ---- life

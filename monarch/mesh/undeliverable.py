@@ -8,7 +8,9 @@ Its sender hears of it, if it is an actor that wants to. Otherwise it fails, whe
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import threading
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Final
 
 from attrs import define
 
@@ -16,11 +18,14 @@ from monarch.core.envelope import Envelope, Flag, Kind
 from monarch.core.ids import ActorId, PortId
 from monarch.core.monitor import Down
 from monarch.log import get_logger
+from monarch.mesh import members
 
 if TYPE_CHECKING:
     from monarch.mesh.context import Spawner
 
 log = get_logger("monarch.actor")
+
+_GATHER_S: Final = 0.1
 
 
 @define(frozen=True)
@@ -47,7 +52,8 @@ class Undeliverable:
         runtime = sender.proc_runtime
         peer = runtime.gateway.peers.get(key)
         actor = ActorId(runtime.proc_id if peer is None else peer.proc, number)
-        dest = f"port {PortId(actor, port)}" if port else f"actor {down.actor or actor}"
+        who = down.actor or members.find(number, key) or actor
+        dest = f"port {PortId(actor, port)}" if port else f"actor {who}"
         return cls(str(sender.actor_id), dest, str(down), bool(port), bool(envelope.flags & Flag.UNSURE))
 
     def sender(self) -> str:
@@ -57,19 +63,51 @@ class Undeliverable:
         """The actor, or the port."""
         return self._dest
 
-    def what(self) -> str:
+    def what(self, count: int = 1) -> str:
+        """In words, if it stands for so many like it."""
+        messages = "message" if count == 1 else f"{count} messages"
         if self.maybe_delivered:
-            return f"message to {self._dest}, which may have been delivered or not"
-        return f"undeliverable message to {self._dest}"
+            return f"{messages} to {self._dest}, which may have been delivered or not"
+        return f"undeliverable {messages} to {self._dest}"
 
     def error_msg(self) -> str:
         return f"{self.what()}: {self._error}"
 
-    def warn(self, sender: str, down: Down) -> None:
-        """Log it."""
+    def warn(self, sender: str, down: Down, returned: Returned) -> None:
+        """Log it, with others that `returned` has."""
         if self._to_port:
             hint = "return_undeliverable = False at the port drops such values in silence"
         else:
             hint = "call() in place of broadcast() raises; an actor may define _handle_undeliverable_message"
         event = "message.maybe_delivered" if self.maybe_delivered else "message.undeliverable"
-        log.warning(event, sender=sender, to=self._dest, reason=str(down), hint=hint)
+        facts = {"sender": sender, "to": self._dest, "reason": str(down), "hint": hint}
+
+        def say(count: int) -> None:
+            log.warning(event, **({"messages": count} if count > 1 else {}), **facts)
+
+        returned.tell((event, *facts.values()), say)
+
+
+class Returned:
+    """Tells of equal messages together: a receiver that is flooded and dies gives back thousands. Thread-safe."""
+
+    def __init__(self, call_later: Callable[[float, Callable[[], None]], object]) -> None:
+        self._call_later = call_later
+        self._lock = threading.Lock()
+        self._waiting: dict[Hashable, tuple[int, Callable[[int], object]]] = {}
+
+    def tell(self, key: Hashable, say: Callable[[int], object]) -> None:
+        """Call `say` soon, with the number of those of the same `key`."""
+        with self._lock:
+            first = not self._waiting
+            count, _ = self._waiting.get(key, (0, say))
+            self._waiting[key] = count + 1, say
+        if first:
+            self._call_later(_GATHER_S, self.flush)
+
+    def flush(self) -> None:
+        """Tell of all now."""
+        with self._lock:
+            waiting, self._waiting = self._waiting, {}
+        for count, say in waiting.values():
+            say(count)

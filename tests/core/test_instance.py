@@ -388,6 +388,23 @@ def test_what_fails_while_an_actor_ends_is_not_lost(
     assert not instance.post_control(learn)  # whoever comes later knows that nobody listens
 
 
+def test_what_the_end_of_one_process_brings_about_is_told_of_once(proc: Proc, caplog: pytest.LogCaptureFixture) -> None:
+    ends = [Down("killed", f"process {pid}", pid, signal=9) for pid in (1, 2)]
+    fake = Fake()
+    life = Life(proc, fake)
+
+    async def clean_up() -> None:
+        for child in range(3):
+            for end in ends:
+                life.instance.end(Down("failed", f"child {child} is gone").because(end))
+
+    fake.cleans = clean_up
+    with caplog.at_level(logging.WARNING, "monarch"):
+        life.instance.request_failure(Down("failed", "a child is gone").because(ends[0]))
+        assert life.ended().event == ends[0].event
+    assert caplog.text.count("actor.failed_again") == 1 and "process 2" in caplog.text
+
+
 def test_an_actor_whose_cleanup_blocks_is_reported_all_the_same_and_once(proc: Proc) -> None:
     proc.cleanup_timeout_s = 0.05
     go = threading.Event()

@@ -40,6 +40,24 @@ def test_a_broadcast_to_a_dead_actor_names_the_actor(monarch_client: TestClient,
     assert "call() in place of broadcast()" in text
 
 
+def test_many_that_come_back_at_once_are_told_of_in_one_line(
+    monarch_client: TestClient, warnings: Recorder[str]
+) -> None:
+    worker: Any = this_host().spawn_procs({"gpus": 2}).spawn("worker", Worker)
+    client = context().actor_instance
+    runtime, key = client.proc_runtime, worker._procs[1].key
+    gone = Down("killed", "the process was killed", signal=9)
+    for _ in range(1000):
+        lost = Envelope(Kind.CALL, key, worker._number, 0, runtime.key, client.actor_id.number, [b""], Flag.UNSURE)
+        runtime.bounce(lost, gone)
+    runtime.bounce(Envelope(Kind.CALL, key, worker._number, 0, runtime.key, client.actor_id.number, [b""]), gone)
+
+    many, one = warnings.wait(2)
+    assert many.startswith("message.maybe_delivered messages=1000 ")
+    assert one.startswith("message.undeliverable sender=")
+    assert "to=\"actor tests.mesh.actors.Worker worker{'gpus': 1/2}\"" in many
+
+
 def test_a_value_for_a_port_that_is_gone_names_the_port(monarch_client: TestClient, warnings: Recorder[str]) -> None:
     port, receiver = Channel[int].open()
     quiet, other = Channel[int].open()

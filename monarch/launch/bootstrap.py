@@ -21,7 +21,7 @@ from typing import Any, Final, TextIO
 
 from attrs import define, evolve, field
 
-from monarch.launch import linux
+from monarch.launch import claim, linux
 
 FD_VARIABLE: Final = "MONARCH_BOOTSTRAP_FD"
 MODULE: Final = "monarch.launch.bootstrap"
@@ -114,6 +114,7 @@ class Job:
         path: the `sys.path` of whoever spawned it, or None to leave the interpreter's own.
         argv: the `sys.argv` of whoever spawned it.
         python_path: PYTHONPATH as the process should see it; its directories are added to `path` where missing.
+        claims: descriptor of the file where it claims to be itself (see `claim`), where it has not yet.
     """
 
     name: str
@@ -122,6 +123,7 @@ class Job:
     path: tuple[str, ...] | None = field(default=None, converter=_strings_or_none)
     argv: tuple[str, ...] = field(default=(), converter=_strings)
     python_path: str | None = None
+    claims: int | None = None
 
     def run(self) -> None:
         """Prepare the interpreter and call the entry. Call it on the main thread, last: the process ends as any Python
@@ -162,6 +164,7 @@ class Job:
             "path": self.path,
             "argv": self.argv,
             "python_path": self.python_path,
+            "claims": self.claims,
             "python": _python(),
         }
         head = json.dumps(facts).encode()
@@ -213,6 +216,9 @@ def main() -> None:
             f"{MODULE} is started by a running program, which sets {FD_VARIABLE}; it does nothing when started by hand"
         )
     job = read_job(int(number))
+    if job.claims is not None:
+        os.set_inheritable(job.claims, False)
+        claim.claim(job.claims)
     if job.python_path is None:
         os.environ.pop("PYTHONPATH", None)
     else:

@@ -1,7 +1,8 @@
 """Whether a process still is the program that it was made to be, and not another since an `exec`.
 
 The process locks a byte of a file, the one with the number of its pid. The kernel gives such a lock back when the
-descriptor is closed, as an `exec` does with those that are not inheritable, and a fork does not inherit it.
+descriptor is closed, as an `exec` does with those that are not inheritable, and a fork does not inherit it. A process
+that a command starts claims once it is the interpreter that was wanted, whatever wrappers that command has.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from attrs import define
+from attrs import define, evolve
 
 from monarch.launch import claim, linux
 from monarch.launch.bootstrap import FD_VARIABLE, Job
@@ -116,8 +116,9 @@ def _reseed(birth: Birth, env: dict[str, str]) -> None:
 
 def _exec(birth: Birth, job: Job, command: list[Any], env: dict[str, str], limits: list[list[int]]) -> None:
     program, arg0, args = command
-    memory = memory_file(job.encode())
-    os.set_inheritable(memory, True)
+    memory = memory_file(evolve(job, claims=birth.claims).encode())
+    for fd in (memory, birth.claims):
+        os.set_inheritable(fd, True)
     env[FD_VARIABLE] = str(memory)
     root = Path(__file__).parents[2]
     if root.name not in ("site-packages", "dist-packages"):  # a checkout: the interpreter would not find us there

@@ -84,9 +84,9 @@ class Child:
         """Send a signal, through the template, which knows whether the pid is still this child's."""
         self._launcher._kill(self, signum)
 
-    def end_if_replaced(self) -> None:
-        """End a forked process that has replaced itself by another program."""
-        self._launcher._end_if_replaced(self)
+    def end_if_replaced(self, pid: int) -> None:
+        """End it if `pid`, as the process calls itself, has replaced itself by another program."""
+        self._launcher._end_if_replaced(self, pid)
 
 
 @define(eq=False)
@@ -300,11 +300,11 @@ class Launcher:
                 child._killed = child._killed or signum == signal.SIGKILL
                 self._post(template, {"op": "kill", "id": child._id, "signal": int(signum)})
 
-    def _end_if_replaced(self, child: Child) -> None:
+    def _end_if_replaced(self, child: Child, pid: int) -> None:
         with self._lock:
             template = self._template
             if not self._forked and template is not None and child._id in template.children:
-                self._post(template, {"op": "end_if_replaced", "id": child._id})
+                self._post(template, {"op": "end_if_replaced", "id": child._id, "pid": pid})
 
     # -- watching
 

@@ -181,11 +181,24 @@ def run_times_s(pid: int) -> dict[int, float]:
 
 
 def is_dying(pid: int) -> bool:
-    """Whether a process of ours, not yet waited for, has begun to end: then it gives up its descriptors."""
+    """Whether a process has begun to end, or is gone: then it gives up its descriptors."""
     with contextlib.suppress(OSError, ValueError, IndexError):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = _stat(pid)
         return fields[0] in "ZX" or bool(int(fields[6]) & _PF_EXITING)  # proc(5): /proc/pid/stat, 3 and 9
     return True
+
+
+def is_below(pid: int, ancestor: int) -> bool:
+    """Whether `pid` is `ancestor`, or descends from it."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        while pid > 1 and pid != ancestor:
+            pid = int(_stat(pid)[1])
+    return pid == ancestor
+
+
+def _stat(pid: int) -> list[str]:
+    """What /proc/pid/stat says, from its third field on."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def title(pid: int) -> str:
@@ -199,7 +212,7 @@ def title(pid: int) -> str:
 def kernel_state(pid: int) -> str:
     """What `ps` shows as the state of a process: R, S, D, T, Z...; empty where there is none."""
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return _stat(pid)[0]
     return ""
 
 

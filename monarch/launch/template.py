@@ -238,7 +238,7 @@ class Template:
             case "kill":
                 self._kill(message["id"], message["signal"])
             case "end_if_replaced":
-                self._end_if_replaced(message["id"])
+                self._end_if_replaced(message["id"], message["pid"])
             case "end":
                 self._abandon_todo()
                 self.state, self.deadline_s = _State.ENDING, time.monotonic() + message["grace_s"]
@@ -266,12 +266,15 @@ class Template:
             if child.id == id:
                 kill(child.pid, signum)
 
-    def _end_if_replaced(self, id: int) -> None:
-        """Kill a child that is another program by now. One that is dying has given up its claim, too."""
-        for child in self.children.values():
-            if child.id == id and not child.execs and not claim.is_claimed(self.claims, child.pid):
-                child.became_another = not linux.is_dying(child.pid)
-                kill(child.pid, signal.SIGKILL)
+    def _end_if_replaced(self, id: int, pid: int) -> None:
+        """Kill a child if `pid`, itself or what its command has started, is another program by now. One that is dying
+        has given up its claim, too."""
+        child = next((child for child in self.children.values() if child.id == id), None)
+        if child is None or claim.is_claimed(self.claims, pid) or linux.is_dying(pid):
+            return
+        if linux.is_below(pid, child.pid):
+            child.became_another = True
+            kill(child.pid, signal.SIGKILL)
 
     def _abandon_todo(self) -> None:
         for batch, child in self.todo:

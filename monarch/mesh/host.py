@@ -102,8 +102,8 @@ class Running(Protocol):
 
     def kill(self, signum: int) -> None: ...
 
-    def end_if_replaced(self) -> None:
-        """End it if it is another program than was started, by now."""
+    def end_if_replaced(self, pid: int) -> None:
+        """End it if `pid`, as it calls itself, is not what was started any more."""
         ...
 
 
@@ -299,10 +299,10 @@ class HostAgent:
 
     def _on_lost(self, key: int) -> None:
         """The link to a process broke, which may still run. Twice, for its connections do not close all at once."""
-        launched = self._procs.get(key)
-        if launched is not None and launched.running is not None:
-            launched.running.end_if_replaced()
-            self._runtime.gateway.call_later(_ASK_AGAIN_S, launched.running.end_if_replaced)
+        launched, peer = self._procs.get(key), self._runtime.gateway.peers.get(key)
+        if launched is not None and launched.running is not None and peer is not None:
+            launched.running.end_if_replaced(peer.pid)
+            self._runtime.gateway.call_later(_ASK_AGAIN_S, partial(launched.running.end_if_replaced, peer.pid))
 
     def _forget(self, key: int) -> None:
         with self._lock:

@@ -31,7 +31,7 @@ class ThreadGroup:
     def kill(self, signum: int) -> None:
         self._end(Exit(self.pid, signal=signum))
 
-    def end_if_replaced(self) -> None:
+    def end_if_replaced(self, pid: int) -> None:
         pass
 
     def _end(self, exit: Exit) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from attrs import evolve
 
 from monarch.launch import linux
 from monarch.launch.bootstrap import BootstrapCommand, default_bootstrap_cmd
@@ -234,24 +235,34 @@ def test_a_kill_of_ours_needs_no_explanation_and_may_come_before_the_fork(bench:
     child.kill()  # no effect on the dead
 
 
-def test_a_process_that_becomes_another_program_is_killed_when_somebody_looks(bench: Bench, events: Events) -> None:
-    gate = str(bench.folder / "gate")
+@pytest.mark.parametrize("how", ["forked", pytest.param("by a command", marks=pytest.mark.slow), "in a wrapper"])
+def test_a_process_that_becomes_another_program_is_killed_when_somebody_looks(
+    bench: Bench, events: Events, how: str
+) -> None:
+    plain = default_bootstrap_cmd()
+    wrapped = BootstrapCommand("sh", None, ("-c", '"$@"; exit $?', "sh", plain.program, *plain.args))
+    own = evolve(plain, args=("-X", "dev", *plain.args))
+    command = {"forked": None, "by a command": own, "in a wrapper": wrapped}[how]
+    gate = str(bench.folder / f"gate of one {how}")
     os.mkfifo(gate)
     child = bench.start(
         f"""
         import launched_code, os, subprocess
         subprocess.run(["true"])  # a fork of it may exec
-        launched_code.say({events.path!r}, "up")
+        launched_code.say({events.path!r}, str(os.getpid()))
         open({gate!r}).close()
         os.execvp("sh", ["sh", "-c", 'echo another >> "$0"; sleep 100', {events.path!r}])
-        """
+        """,
+        command=command,
     )
-    assert events.next() == ["up"]
-    child.end_if_replaced()
+    pid = int(events.next()[0])
+    bench.until(lambda: child.pid)
+    assert (pid == child.pid) == (how != "in a wrapper")
+    child.end_if_replaced(pid)
     assert bench.run("pass").code == 0  # was asked for after the look
     open(gate, "w").close()
     assert events.next() == ["another"]  # it lived on
-    child.end_if_replaced()
+    child.end_if_replaced(pid)
 
     assert "Killed(sig=9) (it had replaced itself by another program" in bench.end_of(child).describe()
 

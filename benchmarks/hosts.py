@@ -79,6 +79,8 @@ class Machines:
             for machine, url in zip(self.machines, self.urls, strict=True):
                 served = self._stack.enter_context(worker(url, SECRET, machine.prefix))
                 self.worker_pids.append(served.pid)
+            for machine in self.machines:
+                _wait_until_up(machine)
             os.environ.update(SECRET)
             self._stack.enter_context(fresh_client("auto"))
         except BaseException:
@@ -97,6 +99,18 @@ class Machines:
         hosts = attach_to_workers(workers=self.urls)
         hosts.initialized.get(LIMIT_S)
         return hosts
+
+
+def _wait_until_up(machine: netns.Host) -> None:
+    deadline_s = time.monotonic() + LIMIT_S
+    while True:
+        try:
+            socket.create_connection((machine.address, PORT), LIMIT_S).close()
+            return
+        except ConnectionRefusedError:
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(0.05)
 
 
 def timed(run: Callable[[], Any]) -> float:

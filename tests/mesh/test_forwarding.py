@@ -475,8 +475,8 @@ def test_two_clients_of_one_worker_see_their_own_lines_only(output, client, addr
 
 
 def test_lines_are_awaited_until_the_last_one_or_the_end_of_their_host(output, client, tmp_path, monkeypatch):
-    forgotten = []
-    monkeypatch.setattr(Outputs, "forget", lambda self, key: forgotten.append(key))
+    forgotten, forget = [], Outputs.forget
+    monkeypatch.setattr(Outputs, "forget", lambda self, key: (forgotten.append(key), forget(self, key)))
     with worker(f"ipc://{tmp_path}/w") as served:
         hosts = attach_to_workers(workers=[served.url])
         ended, lost = hosts.spawn_procs(name="ended"), hosts.spawn_procs(name="lost")

@@ -62,7 +62,7 @@ class Limits:
     send_buffer_bytes: int = 256 << 20
     mailbox_bytes: int = 256 << 20
     hello_timeout_s: float = 10.0
-    host_timeout_s: float = 8.0
+    host_timeout_s: float = 7.0
 
 
 class Gateway:

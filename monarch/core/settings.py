@@ -92,7 +92,7 @@ SETTINGS: Final[Mapping[str, Setting]] = {
         Setting(
             "host_timeout",
             Duration(),
-            "8s",
+            "7s",
             "A host is lost, with all its processes, when nothing came from it for so long, or up to a fifth longer.",
             _OURS,
         ),

@@ -60,7 +60,7 @@ def test_the_defaults_are_those_of_the_table(table):
         "stack_signal": "SIGURG",
         "preload": "auto",
         "advertise_host": "",
-        "host_timeout": "8s",
+        "host_timeout": "7s",
         "hyperactor_tls_ca": "",
         "hyperactor_tls_cert": "",
         "hyperactor_tls_key": "",

@@ -244,7 +244,7 @@ class Gateway:
         down = peer.send(envelope.frame())
         if down is not None:
             return down
-        if peer.state is State.NEW and peer.dialing is None:
+        if peer.link is None and peer.state is State.NEW and peer.dialing is None:
             self.connect(peer.proc)  # it is known, and nobody has dialed it yet
         if may_wait:
             self.wait_for_room((key,))

@@ -127,6 +127,9 @@ class Phase(Enum):
     ENDED = "ended"
 
 
+_SERVING: Final = Phase.SERVING  # the look at a member of an enum takes 0.08 us
+
+
 class Instance(Sender):
     """See the module. Thread-safe from outside: `post`, `request_stop`, `request_failure`, `post_control`."""
 
@@ -320,13 +323,14 @@ class Instance(Sender):
         """Serve control messages and calls until there is nothing to do now."""
         mailbox = self.mailbox
         for _ in range(_MESSAGES_PER_TURN):
-            if self.phase is Phase.ENDED:
+            phase = self.phase
+            if phase is not _SERVING and phase is Phase.ENDED:
                 return
             action = mailbox.take_control()
             if action is not None:
                 action()
                 continue
-            if self.phase is not Phase.SERVING or self._current is not None:
+            if phase is not _SERVING or self._current is not None:
                 return
             envelope = mailbox.take()
             if envelope is None:

@@ -150,7 +150,12 @@ class Session:
         self.sent = number = self.sent + 1
         self.unacked.append((number, parts, size_bytes))
         self.unacked_bytes += size_bytes
-        return self._frame(number, parts)
+        # As `_frame`, without the call.
+        self._acknowledged = received = self.received
+        self._ack_due_s = None
+        frame = parts.copy()
+        frame[0] = SESSION.pack(_DATA, number, received) + parts[0]
+        return frame
 
     def _frame(self, number: int, parts: list[Buffer]) -> Frame:
         self._acknowledged = received = self.received

@@ -122,48 +122,22 @@ class HostMesh(MeshView):
         if len(set(labels)) != len(labels):
             twice = sorted({label for label in labels if labels.count(label) > 1})
             raise ValueError(f"per_host repeats the dimension {', '.join(twice)} of the host mesh")
-        sizes = [*self._region.extent.sizes, *per_host.values()]
-        extent = Extent(labels, sizes)
+        extent = Extent(labels, [*self._region.extent.sizes, *per_host.values()])
         each = math.prod(per_host.values())
         if proc_bind is not None and len(proc_bind) != each:
             raise ValueError(f"proc_bind length ({len(proc_bind)}) must equal procs_per_host ({each})")
         command = bootstrap_command if bootstrap_command is not None else self._command
-
         forwarded = self.stream_logs
-        requests: dict[ProcId, list[LaunchRequest]] = {}
-        procs: list[ProcId] = []
+        requests = []
         for rank in range(extent.nelements):
             point = Point(rank, extent)
-            host = self._hosts[rank // each]
-            proc = ProcId(Uid.instance(name), "", host)
-            start = command(point) if callable(command) else command
-            if start is not None and not isinstance(start, BootstrapCommand):
-                raise TypeError(f"bootstrap_command gave {start!r} for {point}; it must give a BootstrapCommand")
-            if proc_bind is not None:
-                start = bound(start if start is not None else default_bootstrap_cmd(), proc_bind[rank % each])
-            env = {} if start is None else dict(start.env)
-            if start is not None and start.is_default:
-                start = None
+            proc = ProcId(Uid.instance(name), "", self._hosts[rank // each])
+            start, env = _started_by(command, point, None if proc_bind is None else proc_bind[rank % each])
             title = f"monarch: {name}{point if labels else ''}"
             origin = Origin(name, rank) if forwarded else None
-            request = LaunchRequest(proc, title, env, start, bootstrap is not None, origin)
-            requests.setdefault(host, []).append(request)
-            procs.append(proc)
+            requests.append(LaunchRequest(proc, title, env, start, bootstrap is not None, origin))
 
-        owner = context().actor_instance
-        owner.refuse_closed()
-        runtime: Any = owner.proc_runtime
-        number = new_number()
-        hosts = {host: [request.proc for request in asked] for host, asked in requests.items()}
-        region = Region(labels, Slice.new_row_major(sizes))
-        owned = OwnedProcs(owner, number, name, hosts, lambda rank: describe_member("process", name, region, rank))
-        owner.owned[number] = owned
-        runtime.books.owners.setdefault(owner.actor_id.number, owner)
-        for host, asked in requests.items():
-            for each_request in asked:
-                runtime.gateway.peer(each_request.proc)  # known from now on: it is gone when its host is
-            runtime.tell(host, "launch", owner.actor_id, asked)
-        mesh = ProcMesh(name, procs, region, owned)
+        mesh = _launched(name, extent.region, requests)
         if bootstrap is not None:
             mesh._setup = mesh._spawn("setup", _Setup, (bootstrap,), {}, is_setup=True)
             mesh._setup.run.call()
@@ -332,6 +306,40 @@ def _check_kinds(bootstrap: object, name: object, proc_bind: object, bootstrap_c
         callable(bootstrap_command) or isinstance(bootstrap_command, BootstrapCommand)
     ):
         raise TypeError(f"bootstrap_command is {bootstrap_command!r}; it must be a BootstrapCommand, or give one")
+
+
+def _started_by(
+    command: CommandFor | None, point: Point, binding: Mapping[str, str] | None
+) -> tuple[BootstrapCommand | None, dict[str, str]]:
+    """How the process at `point` starts, and its environment on top of the host's; None: it is forked."""
+    start = command(point) if callable(command) else command
+    if start is not None and not isinstance(start, BootstrapCommand):
+        raise TypeError(f"bootstrap_command gave {start!r} for {point}; it must give a BootstrapCommand")
+    if binding is not None:
+        start = bound(start if start is not None else default_bootstrap_cmd(), binding)
+    if start is None:
+        return None, {}
+    return None if start.is_default else start, dict(start.env)
+
+
+def _launched(name: str, region: Region, requests: Sequence[LaunchRequest]) -> ProcMesh:
+    """Processes on their way, one for each rank of `region`, which the current actor owns."""
+    owner = context().actor_instance
+    owner.refuse_closed()
+    runtime: Any = owner.proc_runtime
+    asked: dict[Any, list[LaunchRequest]] = {}  # by host
+    for request in requests:
+        asked.setdefault(request.proc.keeper, []).append(request)
+    hosts = {host: [request.proc for request in each] for host, each in asked.items()}
+    number = new_number()
+    owned = OwnedProcs(owner, number, name, hosts, lambda rank: describe_member("process", name, region, rank))
+    owner.owned[number] = owned
+    runtime.books.owners.setdefault(owner.actor_id.number, owner)
+    for host, each in asked.items():
+        for proc in hosts[host]:
+            runtime.gateway.peer(proc)  # known from now on: it is gone when its host is
+        runtime.tell(host, "launch", owner.actor_id, each)
+    return ProcMesh(name, [request.proc for request in requests], region, owned)
 
 
 def _received(hosts: tuple[ProcId, ...], region: Region, command: CommandFor | None) -> HostMesh:

@@ -60,7 +60,7 @@ def test_a_process_job_has_hosts_to_spawn_on_until_it_is_killed(client: TestClie
 
 def test_a_job_that_was_applied_is_found_by_another_of_the_same_kind(client: TestClient) -> None:
     first = ProcessJob({"hosts": 1})
-    first.state()
+    assert first.state().hosts.initialized.get(LIMIT_S)
     assert stat.S_IMODE(os.stat(".monarch/job_state.pkl").st_mode) == 0o600
     try:
         second, other = ProcessJob({"hosts": 1}), ProcessJob({"hosts": 2})

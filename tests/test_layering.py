@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import json
 import subprocess
 import sys
@@ -109,7 +110,11 @@ def modules() -> set[str]:
 
 @cache
 def trees() -> dict[str, ast.Module]:
-    return {path: ast.parse(file.read_text(encoding="utf-8"), str(file)) for path, file in sources()}
+    gc.disable()  # a finalizer that renders a traceback parses inside of `ast.parse`, which Python 3.11 takes ill
+    try:
+        return {path: ast.parse(file.read_text(encoding="utf-8"), str(file)) for path, file in sources()}
+    finally:
+        gc.enable()
 
 
 @cache

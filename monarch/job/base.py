@@ -151,9 +151,10 @@ class JobTrait(ABC):
         """Give the hosts back. What runs there ends; what this program has spawned there counts as stopped."""
         given, self._given = self._given, []
         stops = [mesh.stop() for mesh in given if mesh._attachments is not None and mesh._ended is None]
+        limit_s = _STOP_LIMIT_S if stops and (self._reused or self).active else 0.0  # workers that are gone say nothing
         for stop in stops:
             try:
-                stop.get(timeout=_STOP_LIMIT_S)
+                stop.get(timeout=limit_s)
             except Exception as error:
                 log.info("job.hosts_not_left", error=str(error))
         for job in (self._reused, self):

@@ -265,12 +265,12 @@ def test_an_unhandled_failure_at_the_very_end_counts() -> None:
         before="def hook(failure):\n    failures.put(failure)\n    held.acquire()\n    sys.exit(1)\n"
         "monarch.actor.unhandled_fault_hook = hook",
         after="""
-import queue, threading, time
+import queue, threading
 from monarch.mesh import client
 failures, held = queue.Queue(), threading.Semaphore(0)
 worker.initialized.exception()
 failures.get(timeout=10)
-client.release_owned = lambda *_: (held.release(), time.sleep(20))
+client.release_owned = lambda root, *_: (held.release(), root._faults._told.wait(10))
 """,
     )
 

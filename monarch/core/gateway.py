@@ -39,7 +39,7 @@ from monarch.core.monitor import Down
 from monarch.core.peer import Peer, State
 from monarch.core.poller import WRITABLE, Poller
 from monarch.core.protocol import FrameType, Hello, Session, frame_type, refused_because
-from monarch.core.router import DELIVER, Bounce, Deliver, Forward, route
+from monarch.core.router import Bounce, Deliver, Forward, route
 from monarch.core.ways import Ways
 from monarch.errors import LinkClosed, MonarchError, ProtocolError, TransportError
 from monarch.log import get_logger
@@ -306,11 +306,10 @@ class Gateway:
                 if inner is not None:
                     envelope = parse(inner)
                     try:
-                        step = route(self.key, self.peers, envelope)
-                        if step is DELIVER:
-                            self._deliver(envelope)
+                        if envelope.dst_proc == self.key:
+                            self._deliver(envelope)  # as `route` says, without the call
                         else:
-                            self._pass_on(envelope, step)
+                            self._pass_on(envelope, route(self.key, self.peers, envelope))
                     except Exception:  # a bug above must not cost the messages behind this one
                         log.exception("message.failed", proc=str(self.proc.uid), kind=envelope.kind)
                 elif frame_type(frame) == FrameType.GOODBYE:

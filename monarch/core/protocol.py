@@ -190,7 +190,7 @@ class Session:
         if self._ack_due_s is None:
             self._ack_due_s = now_s + self.ack_interval_s
             self._unacknowledged_bytes = 0
-        self._unacknowledged_bytes += sum(map(len, frame))
+        self._unacknowledged_bytes += len(frame[-1]) if len(frame) < 4 else sum(map(len, frame))  # the others are small
         frame[0] = head[_SESSION_BYTES:]
         return frame
 

@@ -16,6 +16,7 @@ address where nobody listens any more is the evidence.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -416,15 +417,17 @@ class Gateway:
             return
         if dialed is None:
             # Our own hello goes first on this link, before any frame of the session.
-            link.send_nowait([self._hello(peer).encode()])
+            with contextlib.suppress(TransportError):  # what one that has ended since sent before, still counts
+                link.send_nowait([self._hello(peer).encode()])
         if not self._attach(peer, link, hello, we_dialed=dialed is not None):
             self._links.drop(link)
             return
         try:
-            peer.flush(link)
             self._take(peer, link, frames[1:])
         except (TransportError, ProtocolError) as error:
             self._lost(peer, link, error)
+        else:
+            self._on_link(peer, link, WRITABLE)
 
     def _attach(self, peer: Peer, link: Link, hello: Hello, *, we_dialed: bool) -> bool:
         """Let `link` carry the peer's session; False when another link has precedence."""

@@ -8,7 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from attrs import evolve
@@ -22,7 +22,7 @@ from monarch.core.ids import ActorId, ProcId, Uid
 from monarch.core.monitor import Down
 from monarch.core.peer import State
 from monarch.core.proc import Proc
-from monarch.core.protocol import SESSION, FrameType, Hello
+from monarch.core.protocol import SESSION, FrameType, Hello, Session
 from monarch.errors import TransportError
 from monarch.transports.faults import Faults
 
@@ -528,6 +528,45 @@ def test_a_link_that_breaks_right_after_its_hello_leaves_no_dead_link_in_use(qui
     link.abort()
     send(a, b, number, b"still heard")
     until(lambda: at_b.got == [b"still heard"], 5.0)
+
+
+@pytest.mark.parametrize("who", ["one that dials", "one that is dialed"])
+def test_who_says_goodbye_at_first_contact_has_ended_and_is_not_looked_for(quick_net: Net, who: str) -> None:
+    a = quick_net.proc("a")
+    listener = quick_net.transport.listen(f"{quick_net.scheme}://", SECRET)
+    brief = ProcId(Uid.instance("brief"), str(a.gateway.ways.join(listener.url, SECRET)))
+    port, at_a = quick_net.port(a)
+    told: list[Down] = []
+    a.monitors.watch((brief.key, 0), told.append)
+    if who == "one that dials":
+        link = _dial(quick_net, a)
+    else:
+        send(a, cast("Proc", _Known(brief)), 77, b"queued")
+        accepted: list[Any] = []
+        until(lambda: accepted or accepted.extend(listener.accept_nowait()))
+        (link,) = accepted
+        until(link.recv_nowait)
+    busy, go = threading.Event(), threading.Event()
+    a.gateway.call_later(0.0, lambda: busy.set() or go.wait(LIMIT_S))
+    assert busy.wait(LIMIT_S)
+    session = Session(1000, 1.0)
+    message = value(cast("Proc", _Known(brief)), a, port, b"last words").frame()
+    hello = Hello(str(brief), brief.address, 0, 1, "h").encode()
+    link.send_nowait([hello, session.wrap(message, 100), session.control(FrameType.GOODBYE)])
+    link.close(LIMIT_S)
+    listener.close()
+    go.set()
+
+    until(lambda: told)
+    assert told[0].stopped and told[0].reason.endswith("has ended")
+    assert at_a.got == [b"last words"]
+
+
+class _Known:
+    """A process that is only known by its name."""
+
+    def __init__(self, proc_id: ProcId) -> None:
+        self.proc_id, self.key = proc_id, proc_id.key
 
 
 def test_a_link_is_dropped_once_even_if_its_descriptor_has_another_owner_by_then(quick_net: Net) -> None:

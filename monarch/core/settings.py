@@ -416,8 +416,9 @@ class Settings:
         accepted = checked(client_override)
         with self._lock:
             environment = self._read_environment()
-            self._client, self._environment = accepted, environment
-            self._merge()
+            if not self._values or (accepted, environment) != (self._client, self._environment):
+                self._client, self._environment = accepted, environment
+                self._merge()
 
     def _load(self) -> None:
         with self._lock:
@@ -427,8 +428,9 @@ class Settings:
 
     def _read_environment(self) -> dict[str, Any]:
         found = {}
+        names = set(self._environ)
         for setting in SETTINGS.values():
-            if text := self._environ.get(setting.variable):  # empty is as good as not set
+            if setting.variable in names and (text := self._environ[setting.variable]):  # empty is as good as not set
                 found[setting.name] = _about(f"environment variable {setting.variable}", setting.kind.parse, text)
         return found
 

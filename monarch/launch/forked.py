@@ -17,7 +17,7 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -87,35 +87,34 @@ def _become(birth: Birth) -> Job:
         os.fchdir(birth.directory)
     except OSError as e:
         raise OSError(e.errno, f"cannot change to the directory of the spawner: {e.strerror}") from None
-    env: dict[str, str] = facts["env"]
-    python_path = env.get("PYTHONPATH")
-    job = Job(facts["name"], facts["entry"], payload, common["path"], common["argv"], python_path)
+    change_environment(facts["env"])
+    job = Job(facts["name"], facts["entry"], payload, common["path"], common["argv"], os.environ.get("PYTHONPATH"))
     close_all_but({*birth.library_fds, birth.reports})
     os.umask(common["umask"])
     if facts["command"] is not None:
-        _exec(birth, job, facts["command"], env, common["limits"])
+        _exec(birth, job, facts["command"], common["limits"])
     claim.claim(birth.claims)
-    _set_environment(env)
     _set_limits(common["limits"])
     for name in [n for n in vars(sys.modules["__main__"]) if not n.startswith("__")]:
         delattr(sys.modules["__main__"], name)
-    _reseed(birth, env)
+    _reseed(birth)
     gc.enable()  # what the template made stays frozen: collections neither visit nor unshare it
     os.close(birth.reports)
     return job
 
 
-def _reseed(birth: Birth, env: dict[str, str]) -> None:
+def _reseed(birth: Birth) -> None:
     """Give this copy of the template its own state where libraries keep one from their import. (`random` seeds
     itself after a fork; torch starts from a fixed seed in every process.)"""
     time.tzset()
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
-    birth.threads.apply(env)
+    birth.threads.apply(os.environ)
 
 
-def _exec(birth: Birth, job: Job, command: list[Any], env: dict[str, str], limits: list[list[int]]) -> None:
+def _exec(birth: Birth, job: Job, command: list[Any], limits: list[list[int]]) -> None:
     program, arg0, args = command
+    env = dict(os.environ)
     memory = memory_file(evolve(job, claims=birth.claims).encode())
     for fd in (memory, birth.claims):
         os.set_inheritable(fd, True)
@@ -159,11 +158,12 @@ def close_all_but(keep: Iterable[int]) -> None:
     os.closerange(first, os.sysconf("SC_OPEN_MAX"))
 
 
-def _set_environment(env: dict[str, str]) -> None:
-    for name in [n for n in os.environ if n not in env]:
-        del os.environ[name]
-    for name, text in env.items():
-        if os.environ.get(name) != text:
+def change_environment(changed: Mapping[str, str | None]) -> None:
+    """Set each variable to its text, or take it away where that is None."""
+    for name, text in changed.items():
+        if text is None:
+            os.environ.pop(name, None)
+        else:
             os.environ[name] = text
 
 

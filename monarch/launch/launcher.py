@@ -36,7 +36,7 @@ from attrs import define, evolve, field
 from monarch.launch import linux
 from monarch.launch.bootstrap import default_bootstrap_cmd, fresh_interpreter_cmd
 from monarch.launch.orphans import kill
-from monarch.launch.process import Exit, LaunchSpec, must_exec
+from monarch.launch.process import Exit, LaunchSpec, changes, must_exec
 from monarch.launch.template import DRIVER_FD, SETUP_FD, SOCKET_FD, START
 from monarch.launch.wire import MAX_FDS, Message, Wire, close_all, explain, memory_file
 from monarch.log import get_logger
@@ -213,11 +213,12 @@ class Launcher:
         for spec, child in zip(specs, children, strict=True):
             env = {**spec.env, **(spec.command.env if spec.command is not None else {})}
             command = spec.command if spec.command is not None and not spec.command.is_default else None
-            if command is None and must_exec(env, template.env, template.loaded):
+            changed = changes(env, template.env)
+            if command is None and must_exec(changed, template.loaded):
                 command = fresh_interpreter_cmd()
             child._command = str(command) if command is not None else None
             line = [command.program, command.arg0, command.args] if command is not None else None
-            facts = json.dumps({"name": spec.name, "entry": spec.entry, "env": env, "command": line}).encode()
+            facts = json.dumps({"name": spec.name, "entry": spec.entry, "env": changed, "command": line}).encode()
             parts += [facts, spec.payload]
             mine = _SHARED_OUTPUT if spec.output is None else output
             output += 2 if spec.output is not None else 0
@@ -261,13 +262,13 @@ class Launcher:
             actions += [(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_RDWR, 0) for number in (0, 1)]
             if not _is_open(2):
                 actions.append((os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_RDWR, 0))
-            env = dict(os.environ)
+            env = {**os.environ, **_TEMPLATE_ENV}
             signals = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
             options: dict[str, Any] = {"file_actions": actions, "setsigmask": [], "setsigdef": signals}
             try:
-                pid = os.posix_spawn(argv[0], argv, {**env, **_TEMPLATE_ENV}, setsid=True, **options)
+                pid = os.posix_spawn(argv[0], argv, env, setsid=True, **options)
             except NotImplementedError:
-                pid = os.posix_spawn(argv[0], argv, {**env, **_TEMPLATE_ENV}, setpgroup=0, **options)
+                pid = os.posix_spawn(argv[0], argv, env, setpgroup=0, **options)
         except BaseException:
             near.close()
             raise

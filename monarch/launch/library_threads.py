@@ -12,7 +12,7 @@ import contextlib
 import ctypes
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ class LibraryThreads:
         self._told = 1
         self._tell(_count(self._omp))
 
-    def apply(self, env: dict[str, str]) -> None:
+    def apply(self, env: Mapping[str, str]) -> None:
         """In a fork: what a process with this environment would have read."""
         omp = env.get("OMP_NUM_THREADS")
         self._tell(_count(env.get("OPENBLAS_NUM_THREADS") or omp))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
 from attrs import define, field
@@ -89,12 +89,17 @@ class Exit:
         return text
 
 
-def must_exec(env: Mapping[str, str], templates: Mapping[str, str], loaded: Collection[str]) -> bool:
-    """Whether a process with `env` needs a fresh interpreter, because it differs from the environment of the template
-    in something that was read for good, by the interpreter or by one of the `loaded` modules."""
+def changes(env: Mapping[str, str], templates: Mapping[str, str]) -> dict[str, str | None]:
+    """The variables in which `env` differs from the environment of the template; None: it has no such variable."""
+    return {name: env.get(name) for name in env.keys() | templates.keys() if env.get(name) != templates.get(name)}
+
+
+def must_exec(changed: Iterable[str], loaded: Collection[str]) -> bool:
+    """Whether a process for which these variables change needs a fresh interpreter, because one of them was read for
+    good, by the interpreter or by one of the `loaded` modules."""
     at_import = tuple(p for name, all_p in LIBRARY_PREFIXES.items() if name in loaded for p in all_p)
-    for name in env.keys() | templates.keys():
-        if name in _NOT_AT_EXEC or env.get(name) == templates.get(name):
+    for name in changed:
+        if name in _NOT_AT_EXEC:
             continue
         if name.startswith(EXEC_PREFIXES) or (name.startswith(at_import) and not name.endswith(_THREADS_SUFFIX)):
             return True

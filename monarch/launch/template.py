@@ -60,12 +60,13 @@ from attrs import define, field
 from monarch.launch import claim, linux
 from monarch.launch.bootstrap import Job
 from monarch.launch.compiled import CodeStore, share_compiled_code
-from monarch.launch.forked import Birth, become, close_all_but
+from monarch.launch.forked import Birth, become, change_environment, close_all_but
 from monarch.launch.guardian import fork_template
 from monarch.launch.heap import fill_holes
 from monarch.launch.leaving import disown_finalizers, run_and_leave
 from monarch.launch.library_threads import LibraryThreads
 from monarch.launch.orphans import Orphans, kill
+from monarch.launch.process import changes
 from monarch.launch.tee import Tee
 from monarch.launch.wire import Lost, Message, Wire, close_all, explain, memory_file
 
@@ -416,12 +417,14 @@ def _import(modules: Sequence[str]) -> None:
     """Import what children will need, and call what `MODULE:FUNCTION` names. What fails is left to the child that wants
     it, to fail there."""
     gc.disable()
+    environ = dict(os.environ)
     for name in modules:
         with contextlib.suppress(BaseException):
             module, _, function = name.partition(":")
             found = importlib.import_module(module)
             if function:
                 getattr(found, function)()
+    change_environment(changes(environ, os.environ))  # to what the driver takes it for
     gc.collect()
     fill_holes()
     gc.freeze()
@@ -452,7 +455,8 @@ def main(setup: Message) -> None:
     reports = os.pipe()
     for fd in (wake, wake_by, reports[0]):
         os.set_blocking(fd, False)
-    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _FAULTS - {signal.SIGCHLD})
+    # Those that have names: the others come back from the mask as exceptions inside, 0.1 ms for each child.
+    signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.Signals) - _FAULTS - {signal.SIGCHLD})
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake_by, warn_on_full_buffer=False)
 

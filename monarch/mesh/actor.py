@@ -156,9 +156,10 @@ def class_of(cls: type) -> ActorClass:
 
 @functools.lru_cache(maxsize=1024)
 def _class_of(cls: Any) -> ActorClass:
-    endpoints = {}
-    for name in dir(cls):
-        found = inspect.getattr_static(cls, name)
-        if isinstance(found, EndpointProperty):
-            endpoints[name] = EndpointSpec.of(name, found)
+    attributes = {name: found for base in reversed(cls.__mro__) for name, found in vars(base).items()}
+    endpoints = {
+        name: EndpointSpec.of(name, found)
+        for name, found in sorted(attributes.items(), key=lambda item: item[0])
+        if isinstance(found, EndpointProperty)
+    }
     return ActorClass(cls, f"{cls.__module__}.{cls.__qualname__}", endpoints)

@@ -139,8 +139,9 @@ class ProcessStarter:
 
     def start(self, starts: Sequence[Start]) -> Sequence[Running]:
         specs = []
+        environ = dict(os.environ)
         for each in starts:
-            request, env = each.request, {**os.environ, **each.request.env}
+            request, env = each.request, {**environ, **each.request.env}
             target = "monarch.mesh.child:main"
             specs.append(LaunchSpec(request.title, target, each.boot.encode(), env, request.command, each.output))
         return self.launcher.launch_all(specs, [each.on_exit for each in starts], self._preload())

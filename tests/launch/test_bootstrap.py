@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from monarch.launch.bootstrap import FD_VARIABLE, BootstrapCommand, Job, default_bootstrap_cmd, read_job
-from monarch.launch.process import Exit, must_exec
+from monarch.launch.process import Exit, changes, must_exec
 from monarch.launch.wire import memory_file
 
 ROOT = Path(__file__).parents[2]
@@ -115,8 +115,16 @@ def test_the_entry_module_started_by_hand_says_what_it_is_for() -> None:
 def test_only_what_is_read_for_good_needs_a_fresh_interpreter(
     change: dict[str, str], loaded: tuple[str, ...], wanted: bool
 ) -> None:
-    assert must_exec({"KEPT": "1", **change}, {"KEPT": "1"}, loaded) is wanted
-    assert must_exec({"KEPT": "1"}, {"KEPT": "1", **change}, loaded) is wanted
+    assert must_exec(changes({"KEPT": "1", **change}, {"KEPT": "1"}), loaded) is wanted
+    assert must_exec(changes({"KEPT": "1"}, {"KEPT": "1", **change}), loaded) is wanted
+
+
+def test_what_changes_in_an_environment() -> None:
+    assert changes({"NEW": "1", "OTHER": "2", "SAME": "3"}, {"GONE": "0", "OTHER": "1", "SAME": "3"}) == {
+        "NEW": "1",
+        "OTHER": "2",
+        "GONE": None,
+    }
 
 
 @pytest.mark.parametrize(

@@ -88,12 +88,23 @@ class Dialer:
 
     def start(self, peer: Peer) -> None:
         """Reach `peer`, unless that goes on already, or there is no need. Returns at once."""
+        dialing = self._begin(peer)
+        if dialing is not None:
+            self._find(dialing)
+
+    def inherit(self, peer: Peer, connect: Callable[[float], Link]) -> None:
+        """As `start`; the first try is a connection that is there already. Blocks for that."""
+        dialing = self._begin(peer)
+        if dialing is not None:
+            self._try(dialing, "the connection that it handed down", connect)
+
+    def _begin(self, peer: Peer) -> Dialing | None:
         with peer.lock:
             if peer.dialing is not None or peer.state in (State.UP, State.GONE) or self._closed:
-                return
+                return None
             limit_s = peer.attach_limit_s if peer.is_new_host else self._limit_s
             dialing = peer.dialing = Dialing(peer, limit_s, time.monotonic() + limit_s)
-        self._find(dialing)
+            return dialing
 
     def close(self) -> None:
         self._closed = True
@@ -138,12 +149,12 @@ class Dialer:
                     return
                 dialing, place = self._queue.popleft()
             if dialing.wanted and not self._closed:
-                self._dial(dialing, place)
+                self._try(dialing, place.url, partial(self._reach.dial, place))
 
-    def _dial(self, dialing: Dialing, place: Place) -> None:
-        peer, address = dialing.peer, place.url
+    def _try(self, dialing: Dialing, address: str, connect: Callable[[float], Link]) -> None:
+        peer = dialing.peer
         try:
-            link = self._reach.dial(place, self._hello_limit_s)
+            link = connect(self._hello_limit_s)
             self._greet(peer, link, partial(self._refused, dialing, address))
         except ConnectionRefusedError as error:
             if peer.proc.keeper is None and not peer.is_new_host:

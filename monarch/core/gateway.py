@@ -367,6 +367,21 @@ class Gateway:
             self._dialer.start(peer)
         return peer
 
+    def hand_down(self) -> list[int]:
+        """Descriptors of a connection to this process, for one that is about to be started and `inherit`s them; the
+        caller owns them. Empty: it must dial."""
+        for listener in self._listeners.values():  # the first: where those of this host reach it
+            with contextlib.suppress(OSError):
+                return listener.hand_down()
+        return []
+
+    def inherit(self, proc: ProcId, fds: Sequence[int]) -> Peer:
+        """As `connect`, over what it has handed down, if that is a connection. Blocks until there is a link."""
+        inherit = self.transport.inherit
+        if fds and inherit is not None:
+            self._dialer.inherit(self.peer(proc), lambda timeout_s: inherit(fds, str(proc.uid), timeout_s))
+        return self.connect(proc)
+
     def attach(self, proc: ProcId, limit_s: float) -> Peer:
         """The agent of a host that is ours from now on: the worker there makes it when our first link comes, for which
         it may take `limit_s`. On hold until `release`."""

@@ -107,7 +107,7 @@ def fresh_interpreter_cmd() -> BootstrapCommand:
 
 @define(frozen=True, slots=True)
 class Job:
-    """What a process is for. `entry` is `"package.module:function"` and gets `payload`.
+    """What a process is for. `entry` is `"package.module:function"` and gets `payload`, then what is inherited.
 
     Attributes:
         name: the title in `ps`.
@@ -115,6 +115,7 @@ class Job:
         argv: the `sys.argv` of whoever spawned it.
         python_path: PYTHONPATH as the process should see it; its directories are added to `path` where missing.
         claims: descriptor of the file where it claims to be itself (see `claim`), where it has not yet.
+        inherited: descriptors, in a fork.
     """
 
     name: str
@@ -124,6 +125,7 @@ class Job:
     argv: tuple[str, ...] = field(default=(), converter=_strings)
     python_path: str | None = None
     claims: int | None = None
+    inherited: tuple[int, ...] = ()
 
     def run(self) -> None:
         """Prepare the interpreter and call the entry. Call it on the main thread, last: the process ends as any Python
@@ -150,7 +152,7 @@ class Job:
             function: Any = importlib.import_module(module)
             for part in name.split("."):
                 function = getattr(function, part)
-            function(self.payload)
+            function(self.payload, *self.inherited)
         except Exception as e:
             trace = e.__traceback__.tb_next if e.__traceback__ else None  # the frame of `run` says nothing to anybody
             sys.excepthook(type(e), e.with_traceback(trace), trace)

@@ -38,6 +38,7 @@ class Birth:
         memory: file with the facts that all processes of the request share (`common` bytes), and, from `at` on, `facts`
             bytes about this one and `payload` bytes for its entry.
         directory: descriptor of the working directory.
+        inherited: descriptors for its entry.
         reports: pipe on which to say why it does not come up.
         claims: see `claim`.
         library_fds: descriptors that belong to imported libraries and stay open.
@@ -49,6 +50,7 @@ class Birth:
     directory: int
     stdout: int
     stderr: int
+    inherited: tuple[int, ...]
     reports: int
     claims: int
     library_fds: frozenset[int]
@@ -89,7 +91,8 @@ def _become(birth: Birth) -> Job:
         raise OSError(e.errno, f"cannot change to the directory of the spawner: {e.strerror}") from None
     change_environment(facts["env"])
     job = Job(facts["name"], facts["entry"], payload, common["path"], common["argv"], os.environ.get("PYTHONPATH"))
-    close_all_but({*birth.library_fds, birth.reports})
+    job = evolve(job, inherited=birth.inherited)
+    close_all_but({*birth.library_fds, *birth.inherited, birth.reports})
     os.umask(common["umask"])
     if facts["command"] is not None:
         _exec(birth, job, facts["command"], common["limits"])

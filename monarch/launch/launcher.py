@@ -52,7 +52,7 @@ _TEMPLATE_ENV: Final = {"OPENBLAS_NUM_THREADS": "1"}  # else importing numpy sta
 _LIMITS: Final = sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")})
 _SHARED_OUTPUT: Final = 2  # where among the descriptors of a request the standard output is; the error is behind it
 _OWN_OUTPUT: Final = 4
-_BATCH: Final = (MAX_FDS - _OWN_OUTPUT) // 2  # children in one request
+_BATCH: Final = (MAX_FDS - _OWN_OUTPUT) // 4  # children in one request: each has its output, and inherits two
 _FIRST_FD: Final = 10  # above the numbers that descriptors get in the template
 _KILL_MARGIN_S: Final = 2.0  # what `close` adds for SIGKILL to work, and again where the template is stuck
 
@@ -174,11 +174,11 @@ class Launcher:
             return children
 
     def _launch_some(self, specs: Sequence[LaunchSpec], children: Sequence[Child], preload: Collection[str]) -> None:
-        outputs = [fd for spec in specs for fd in spec.output or ()]
+        own = [fd for spec in specs for fd in (*(spec.output or ()), *spec.inherits)]
         try:
-            self._send_launch(specs, children, outputs, preload)
+            self._send_launch(specs, children, own, preload)
         except (OSError, RuntimeError) as e:
-            close_all(outputs)
+            close_all(own)
             for child in children:
                 error = explain(e, "the launcher cannot ask for it") if isinstance(e, OSError) else str(e)
                 self._end(child, Exit(None, error=error))
@@ -187,7 +187,7 @@ class Launcher:
         self,
         specs: Sequence[LaunchSpec],
         children: Sequence[Child],
-        outputs: Sequence[int],
+        own: Sequence[int],
         preload: Collection[str],
     ) -> None:
         if self._template is not None:
@@ -209,7 +209,7 @@ class Launcher:
             }
         ).encode()
         parts, at, rows = [common], len(common), []
-        output = _OWN_OUTPUT
+        next_own = _OWN_OUTPUT
         for spec, child in zip(specs, children, strict=True):
             env = {**spec.env, **(spec.command.env if spec.command is not None else {})}
             command = spec.command if spec.command is not None and not spec.command.is_default else None
@@ -220,9 +220,11 @@ class Launcher:
             line = [command.program, command.arg0, command.args] if command is not None else None
             facts = json.dumps({"name": spec.name, "entry": spec.entry, "env": changed, "command": line}).encode()
             parts += [facts, spec.payload]
-            mine = _SHARED_OUTPUT if spec.output is None else output
-            output += 2 if spec.output is not None else 0
-            rows.append([child._id, command is not None, at, len(facts), len(spec.payload), mine])
+            output = _SHARED_OUTPUT if spec.output is None else next_own
+            next_own += 2 if spec.output is not None else 0
+            inherits = [next_own, next_own + len(spec.inherits)]
+            next_own = inherits[1]
+            rows.append([child._id, command is not None, at, len(facts), len(spec.payload), output, inherits])
             at += len(facts) + len(spec.payload)
         fds: list[int] = []
         try:
@@ -234,7 +236,7 @@ class Launcher:
             raise
         for child in children:
             template.children[child._id] = child
-        self._post(template, {"op": "launch", "common": len(common), "children": rows}, [*fds, *outputs])
+        self._post(template, {"op": "launch", "common": len(common), "children": rows}, [*fds, *own])
 
     def _start_template(self, preload: Sequence[str] = ()) -> _Template:
         """Exec a template. Any thread may do so: the template watches this process, not the thread."""

@@ -31,8 +31,10 @@ class LaunchSpec:
         payload: handed over by descriptor; it may hold secrets and may be large.
         env: the complete environment, in place before any import of the user's.
         command: exec this instead of forking from the template.
-        output: descriptors for its standard output and error, which the launcher owns from the launch on and closes;
-            None: it shares those of the driver.
+        output: descriptors for its standard output and error; None: it shares those of the driver.
+        inherits: at most two more. `entry` gets their numbers after the payload; one that execs does not have them.
+
+    The launcher owns the descriptors from the launch on, and closes them.
     """
 
     name: str
@@ -41,6 +43,7 @@ class LaunchSpec:
     env: Mapping[str, str] = field(repr=False)
     command: BootstrapCommand | None = None
     output: tuple[int, int] | None = None
+    inherits: tuple[int, ...] = ()
 
 
 @define(frozen=True, slots=True)

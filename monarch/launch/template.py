@@ -97,7 +97,7 @@ _FAULTS: Final = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, s
 class _Batch:
     """Children asked for in one message. They share the descriptors, which are closed after the last fork."""
 
-    fds: list[int]  # memory file, directory, then standard output and error: those that are shared, and those of one
+    fds: list[int]  # memory file, directory, shared standard output and error; then those that are for one child
     common: int  # size of the facts that all share, at the start of the memory file
     left: int
 
@@ -115,6 +115,7 @@ class _Child:
     facts: int
     payload: int
     output: int  # where among the descriptors of its batch its standard output is
+    inherits: tuple[int, int]  # from where to where those are that it inherits
     pid: int = 0
     tee: Tee | None = None
     became_another: bool = False
@@ -356,6 +357,7 @@ class Template:
                     directory=batch.fds[1],
                     stdout=batch.fds[child.output],
                     stderr=pipe[1] if pipe else batch.fds[child.output + 1],
+                    inherited=tuple(batch.fds[slice(*child.inherits)]),
                     reports=self.reports[1],
                     claims=self.claims,
                     library_fds=self.library_fds,

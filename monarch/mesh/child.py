@@ -81,8 +81,8 @@ def start(boot: Boot) -> MeshProc:
     return runtime
 
 
-def main(payload: bytes) -> None:
-    """Entry point of a launched process."""
+def main(payload: bytes, *link: int) -> None:
+    """Entry point of a launched process. `link`: what its keeper has handed down."""
     boot: Boot = pickle.loads(payload)
     sys.path += [folder for folder in boot.path if folder not in sys.path]
     settings.install(boot.config)
@@ -113,7 +113,7 @@ def main(payload: bytes) -> None:
     runtime.on_proc_gone.append(on_gone)
     client = ProcClient(runtime, ActorId(runtime.proc_id, new_number(), "client"))
     set_client_context(Context(client, NOWHERE))
-    runtime.gateway.connect(keeper)
+    runtime.gateway.inherit(keeper, link)
     main_thread.serve()
     sys.stdout.flush()
     runtime.close()

@@ -87,12 +87,14 @@ class Start:
     Attributes:
         on_exit: hears once of its end.
         output: descriptors that are its standard output and error; None: those of this process.
+        link: descriptors of its link to this process (`Gateway.hand_down`); empty: it dials.
     """
 
     request: LaunchRequest
     boot: Boot
     on_exit: Callable[[Exit], None]
     output: tuple[int, int] | None = None
+    link: tuple[int, ...] = ()
 
 
 class Running(Protocol):
@@ -142,8 +144,8 @@ class ProcessStarter:
         environ = dict(os.environ)
         for each in starts:
             request, env = each.request, {**environ, **each.request.env}
-            target = "monarch.mesh.child:main"
-            specs.append(LaunchSpec(request.title, target, each.boot.encode(), env, request.command, each.output))
+            given = (each.boot.encode(), env, request.command, each.output, each.link)
+            specs.append(LaunchSpec(request.title, "monarch.mesh.child:main", *given))
         return self.launcher.launch_all(specs, [each.on_exit for each in starts], self._preload())
 
     def _preload(self) -> tuple[str, ...]:
@@ -252,7 +254,8 @@ class HostAgent:
             facts = (*where, config, request.has_setup, None if output is None else request.origin)
             boot = Boot(proc, *facts, actor_config.prefix_python_logs_with_actor)
             on_exit = partial(self._outputs.ended, proc.key, partial(self._on_exit, proc, each))
-            starts.append(Start(request, boot, on_exit, output))
+            link = tuple(runtime.gateway.hand_down()) if request.command is None else ()
+            starts.append(Start(request, boot, on_exit, output, link))
         limit_s = settings.get("mesh_proc_spawn_max_idle")
         for each, running in zip(launched, self._starter.start(starts), strict=True):
             each.running = running

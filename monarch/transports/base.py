@@ -122,8 +122,31 @@ class Listener(Protocol):
         """Go on with all handshakes, and return the links that became ready."""
         ...
 
+    def hand_down(self) -> list[int]:
+        """Make a link without being dialed, for a process that inherits its other end. Thread-safe.
+
+        Returns:
+            Descriptors for `Inherit`, which the caller owns; nothing is proved over them, for nobody else has them.
+            Empty: there is no such way.
+
+        Raises: OSError.
+        """
+        ...
+
     def close(self) -> None:
         """Accept no more, drop unfinished handshakes, and remove what the listener left in the file system."""
+        ...
+
+
+class Inherit(Protocol):
+    def __call__(self, fds: Sequence[int], url: str, timeout_s: float) -> Link:
+        """The other end of a link that a listener has handed down, which owns `fds`. Blocks.
+
+        Args:
+            url: who is there, for errors.
+
+        Raises: TransportError, TimeoutError, OSError, as `Transport.dial`.
+        """
         ...
 
 
@@ -150,6 +173,11 @@ class Transport(Protocol):
     @property
     def memory(self) -> Memory | None:
         """Where large parts are best put, or None: anywhere."""
+        ...
+
+    @property
+    def inherit(self) -> Inherit | None:
+        """None: its listeners hand nothing down."""
         ...
 
     def viability(self) -> Viability:

@@ -19,7 +19,7 @@ import time
 from typing import Final
 
 from monarch.errors import LinkSevered, NotViable, TransferError, TransportError
-from monarch.transports.base import Link, Memory, Viability
+from monarch.transports.base import Inherit, Link, Memory, Viability
 from monarch.transports.stream import StreamLink, StreamListener, authenticate, recv_some, send_all, severed
 from monarch.transports.url import Url, parse
 from monarch.transports.verbs_stream import DEPTH, READY, SLOT_BYTES, VerbsStream
@@ -35,6 +35,7 @@ class IbverbsTransport:
 
     scheme = "ibverbs"
     memory: Memory | None = None
+    inherit: Inherit | None = None
 
     def viability(self) -> Viability:
         try:

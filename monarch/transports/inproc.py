@@ -22,7 +22,7 @@ from typing import ClassVar, Final
 from attrs import define, field
 
 from monarch.errors import AuthenticationError, LinkClosed, LinkSevered, TransportError
-from monarch.transports.base import Buffer, Frame, Link, Memory, Viability
+from monarch.transports.base import Buffer, Frame, Inherit, Link, Memory, Viability
 from monarch.transports.framing import BIG_BYTES
 from monarch.transports.url import parse
 
@@ -220,6 +220,9 @@ class InprocListener:
     def fileno(self) -> int:
         return self._bell.fileno()
 
+    def hand_down(self) -> list[int]:
+        return []
+
     def accept_nowait(self) -> list[Link]:
         with self._lock:
             links: list[Link] = list(self._waiting)
@@ -256,6 +259,7 @@ class InprocTransport:
 
     scheme: str = "inproc"
     memory: Memory | None = None
+    inherit: Inherit | None = None
     _listeners: dict[str, InprocListener] = field(factory=dict, init=False)
     _lock: threading.Lock = field(factory=threading.Lock, init=False)
 

@@ -20,7 +20,7 @@ import struct
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final
 
@@ -33,15 +33,16 @@ _HAS_ABSTRACT: Final = sys.platform == "linux"
 _PATH_BYTES: Final = 107 if sys.platform == "linux" else 103
 _BACKLOG: Final = 1024
 _UCRED: Final = struct.Struct("3i")
+_PID: Final = struct.Struct("i")
 _BUFFER_BYTES: Final = 1 << 20
 
 
 class UnixTransport:
-    """Links over unix stream sockets; `make_link(sock, peer)` says what they are."""
+    """Links over unix stream sockets; `make_link(sock, peer, pid)` says what they are."""
 
     memory: Memory | None = None
 
-    def __init__(self, scheme: str, make_link: Callable[[socket.socket, str], Link]) -> None:
+    def __init__(self, scheme: str, make_link: Callable[[socket.socket, str, int], Link]) -> None:
         self.scheme = scheme
         self._make_link = make_link
 
@@ -82,10 +83,31 @@ class UnixTransport:
         public = parse(url, self.scheme)
         shown = str(address if public.bind is None else Url(self.scheme, name=public.name))
 
-        def adopt(newcomer: socket.socket, _: bytes) -> Link:
-            return self._link(newcomer, f"{_describe_peer(newcomer)} at {shown}")
+        def adopt(newcomer: socket.socket, heir: bytes) -> Link:
+            pid = _PID.unpack(heir)[0] if heir else _peer_pid(newcomer)
+            return self._link(newcomer, f"process {pid or 'unknown'} at {shown}", pid)
 
-        return StreamListener(sock, secret, shown, adopt, is_welcome=_is_same_user, on_close=remove_file)
+        return StreamListener(
+            sock,
+            secret,
+            shown,
+            adopt,
+            is_welcome=_is_same_user,
+            on_close=remove_file,
+            connections=lambda: [socket.socketpair()],
+            heir_bytes=_PID.size,
+        )
+
+    def inherit(self, fds: Sequence[int], url: str, timeout_s: float) -> Link:
+        (fd,) = fds
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, fileno=fd)
+        try:
+            sock.send(_PID.pack(os.getpid()))  # the kernel knows the other end as the process that made both
+            sock.setblocking(False)
+            return self._link(sock, url, _peer_pid(sock))
+        except OSError as error:
+            sock.close()
+            raise severed(url, error) from error
 
     def dial(self, url: str, secret: bytes, timeout_s: float) -> Link:
         deadline_s = time.monotonic() + timeout_s
@@ -98,14 +120,14 @@ class UnixTransport:
             if not _is_same_user(sock):
                 raise AuthenticationError(f"{url}: a process of another user listens there")
             authenticate(sock, secret, url, deadline_s)
-            return self._link(sock, url)
+            return self._link(sock, url, _peer_pid(sock))
         except BaseException:
             sock.close()
             raise
 
-    def _link(self, sock: socket.socket, peer: str) -> Link:
+    def _link(self, sock: socket.socket, peer: str, pid: int) -> Link:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
-        return self._make_link(sock, peer)
+        return self._make_link(sock, peer, pid)
 
 
 def _sockaddr(address: Url) -> str:
@@ -196,9 +218,9 @@ def _is_same_user(sock: socket.socket) -> bool:
     return found is None or found[1] == os.geteuid()
 
 
-def _describe_peer(sock: socket.socket) -> str:
-    found = credentials(sock)
-    return f"process {found[0]}" if found is not None and found[0] else "a process"
+def _peer_pid(sock: socket.socket) -> int:
+    """0 where the kernel does not tell."""
+    return (credentials(sock) or (0, 0))[0]
 
 
-TRANSPORT: Final = UnixTransport("ipc", StreamLink)
+TRANSPORT: Final = UnixTransport("ipc", lambda sock, peer, pid: StreamLink(sock, peer))

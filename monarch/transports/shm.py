@@ -33,7 +33,7 @@ from typing import Any, Final
 from monarch.errors import RemoteProtocolError
 from monarch.transports.base import Buffer, Missing, Viability
 from monarch.transports.framing import DESCRIPTION_BYTES, FrameDecoder, encode_joined
-from monarch.transports.ipc import UnixTransport, credentials
+from monarch.transports.ipc import UnixTransport
 from monarch.transports.memory import allocate, copy
 from monarch.transports.pool import Pool
 from monarch.transports.ring_link import RingLink
@@ -109,9 +109,9 @@ class FdSocket(socket.socket):
 class _Process:
     """The process at the other end of a link: a `segments.Holder`."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, pid: int) -> None:
         self._sock = sock
-        self._pid, _ = credentials(sock) or (0, 0)
+        self._pid = pid
         self._born = _birth(self._pid)
 
     def open(self, fd: int) -> int:
@@ -170,9 +170,9 @@ class _Spare:
 class _Sharing:
     """What one link knows of shared memory: of ours, what it has lent; of the peer's, how to see it."""
 
-    def __init__(self, sock: FdSocket, pool: Pool, spare: _Spare) -> None:
+    def __init__(self, sock: FdSocket, pid: int, pool: Pool, spare: _Spare) -> None:
         self._sock, self._pool, self._spare = sock, pool, spare
-        self._process = _Process(sock)
+        self._process = _Process(sock, pid)
         self._announced: set[int] = set()  # numbers of our segments that the peer has, or will have
         self._segments: dict[int, Mapping | Unmapped] = {}  # the peer's
 
@@ -254,6 +254,7 @@ class ShmTransport:
         self._sockets = UnixTransport(self.scheme, self._link)
         self.listen = self._sockets.listen
         self.dial = self._sockets.dial
+        self.inherit = self._sockets.inherit
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._in_forked_child)
 
@@ -261,10 +262,10 @@ class ShmTransport:
         reason = can_share()
         return Viability(False, reason) if reason else self._sockets.viability()
 
-    def _link(self, sock: socket.socket, peer: str) -> RingLink:
+    def _link(self, sock: socket.socket, peer: str, pid: int) -> RingLink:
         carrier = FdSocket(sock.detach())
         self._spare = self._spare or _Spare()
-        sharing = _Sharing(carrier, self.memory, self._spare)
+        sharing = _Sharing(carrier, pid, self.memory, self._spare)
         encode = partial(encode_joined, describe=sharing.lend)
         return RingLink(StreamLink(carrier, peer, FrameDecoder(elsewhere=sharing.borrowed), encode), carrier)
 

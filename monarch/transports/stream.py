@@ -12,6 +12,7 @@ there. A stream that ends without a goodbye, between frames or inside one, is se
 from __future__ import annotations
 
 import errno
+import math
 import select
 import selectors
 import socket
@@ -364,9 +365,10 @@ class Spare:
 @define(eq=False, repr=False)
 class _Newcomer:
     sock: socket.socket
-    handshake: Handshake
+    handshake: Handshake | None  # None: it has nothing to prove
     deadline_s: float
     unsent: bytes
+    greeting_bytes: int
     greeting: bytes = b""  # what it sent after the handshake
 
     def greet(self) -> None:
@@ -398,12 +400,17 @@ class StreamListener:
     _on_refused: Callable[[Exception], None] = lambda error: None
     """Hears why a newcomer was turned away."""
     _on_close: Callable[[], None] = lambda: None
+    _connections: Callable[[], list[tuple[socket.socket, socket.socket]]] = list
+    """Makes connections of this process with itself, as many as a link has. Raises: OSError."""
+    _heir_bytes: int = 0
+    """An heir sends this much as its greeting."""
     _clock: Callable[[], float] = time.monotonic
     _handshake_s: float = 10.0
     _max_newcomers: int = 128
     selector: selectors.BaseSelector = field(factory=selectors.DefaultSelector, init=False)
     """Whatever else `adopt` has to wait for may be registered here, with a callable that raises nothing as data."""
     _newcomers: OrderedDict[int, _Newcomer] = field(factory=OrderedDict, init=False)
+    _heirs: set[_Newcomer] = field(factory=set, init=False)  # of whom nothing was heard yet
     _spare: Spare = field(factory=Spare, init=False)
     _is_closed: bool = field(default=False, init=False)
     _fd: int = field(init=False)
@@ -422,6 +429,18 @@ class StreamListener:
     @property
     def newcomer_count(self) -> int:
         return len(self._newcomers)
+
+    def hand_down(self) -> list[int]:
+        """As `Listener.hand_down`. Our end waits for the first bytes of the heir, as long as it takes to come up."""
+        fds: list[int] = []
+        if not self._is_closed:
+            for near, far in self._connections():
+                near.setblocking(False)
+                heir = _Newcomer(near, None, math.inf, b"", self._heir_bytes)
+                self._heirs.add(heir)
+                self.selector.register(near, selectors.EVENT_READ, heir)
+                fds.append(far.detach())
+        return fds
 
     def accept_nowait(self) -> list[Link]:
         links: list[Link] = []
@@ -463,7 +482,8 @@ class StreamListener:
             handshake = Handshake("acceptor", self._secret)
             try:
                 sock = self._wrap(sock)
-                newcomer = _Newcomer(sock, handshake, self._clock() + self._handshake_s, handshake.greeting)
+                deadline_s = self._clock() + self._handshake_s
+                newcomer = _Newcomer(sock, handshake, deadline_s, handshake.greeting, self._greeting_bytes)
                 newcomer.greet()
             except OSError as error:
                 self._on_refused(error)
@@ -487,15 +507,15 @@ class StreamListener:
             newcomer.greet()
             if newcomer.unsent:
                 return
-            while not handshake.done:
+            while handshake is not None and not handshake.done:
                 data = sock.recv(handshake.missing_bytes)
                 if not data:
                     return self._forget(newcomer)
                 answer = handshake.feed(data)
                 if answer and sock.send(answer) < len(answer):
                     return self._forget(newcomer)
-            while len(newcomer.greeting) < self._greeting_bytes:
-                data = sock.recv(self._greeting_bytes - len(newcomer.greeting))
+            while len(newcomer.greeting) < newcomer.greeting_bytes:
+                data = sock.recv(newcomer.greeting_bytes - len(newcomer.greeting))
                 if not data:
                     return self._forget(newcomer)
                 newcomer.greeting += data
@@ -517,7 +537,10 @@ class StreamListener:
 
     def _forget(self, newcomer: _Newcomer, close: bool = True) -> None:
         self.selector.unregister(newcomer.sock)
-        del self._newcomers[newcomer.sock.fileno()]
+        if newcomer.handshake is None:
+            self._heirs.discard(newcomer)
+        else:
+            del self._newcomers[newcomer.sock.fileno()]
         if close:
             newcomer.sock.close()
 
@@ -526,7 +549,7 @@ class StreamListener:
             return
         self._is_closed = True
         self._on_close()
-        for newcomer in list(self._newcomers.values()):
+        for newcomer in [*self._newcomers.values(), *self._heirs]:
             self._forget(newcomer)
         self._sock.close()
         self.selector.close()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import secrets
 import socket
 import time
+from collections.abc import Callable, Sequence
 from struct import Struct
 from typing import Final
 
@@ -24,12 +25,17 @@ from monarch.transports import nng, pairing
 from monarch.transports.base import Memory, Viability
 from monarch.transports.nng import Pair, set_options
 from monarch.transports.proxy import Proxy
-from monarch.transports.stream import Acceptor, StreamListener
+from monarch.transports.stream import Acceptor, StreamListener, severed
 from monarch.transports.tcp_link import TcpLink
 from monarch.transports.url import parse
 
 GREETING: Final = Struct("!B16s")  # which connection, of which link; or what a friend asks a proxy for
 _PLAIN, _NNG = 1, 2
+_LOOPBACK: Final = "127.0.0.1"
+_LOOPBACK_S: Final = 1.0
+
+Connection = tuple[socket.socket, socket.socket]
+"""Both ends."""
 
 
 @define(eq=False)
@@ -98,20 +104,79 @@ class TcpTransport:
         nng.load()
         address = parse(url, self.scheme)
         sock = pairing.listening(url, address)
-        return accepting(sock, secret, pairing.shown(self.scheme, address, sock))
+        return accepting(sock, secret, pairing.shown(self.scheme, address, sock), _loopback_connections)
 
     def dial(self, url: str, secret: bytes, timeout_s: float) -> TcpLink:
         pairing.check(url, self.viability())
         return dialing(url, secret, timeout_s)
 
+    def inherit(self, fds: Sequence[int], url: str, timeout_s: float) -> TcpLink:
+        ends = [socket.socket(socket.AF_INET, socket.SOCK_STREAM, fileno=fd) for fd in fds]
 
-def accepting(sock: Acceptor, secret: bytes, shown: str) -> StreamListener:
+        def connect(kind: int, greeting: bytes) -> socket.socket:
+            sock = ends.pop(0)
+            set_options(sock, small_frames=kind == _NNG)
+            try:
+                sock.sendall(greeting)
+            except OSError as error:
+                sock.close()
+                raise severed(url, error) from error
+            sock.setblocking(False)
+            return sock
+
+        try:
+            return _complete(connect, url, time.monotonic() + timeout_s)
+        finally:
+            for end in ends:
+                end.close()
+
+
+def accepting(
+    sock: Acceptor, secret: bytes, shown: str, connections: Callable[[], list[Connection]] = list
+) -> StreamListener:
     """A listener over `sock`, which others reach at `shown`."""
     pairings = pairing.Pairings("tcp", shown)
     halves = _Halves(pairings)
-    listener = StreamListener(sock, secret, shown, halves.adopt, greeting_bytes=GREETING.size, on_close=halves.close)
+    listener = StreamListener(
+        sock,
+        secret,
+        shown,
+        halves.adopt,
+        greeting_bytes=GREETING.size,
+        on_close=halves.close,
+        connections=connections,
+        heir_bytes=GREETING.size,
+    )
     pairings.listener = listener
     return listener
+
+
+def _loopback_connections() -> list[Connection]:
+    """Two, of which nobody else can have an end. Raises: OSError."""
+    found: list[Connection] = []
+    try:
+        with socket.create_server((_LOOPBACK, 0)) as server:
+            server.settimeout(_LOOPBACK_S)
+            for _ in (_PLAIN, _NNG):
+                far = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+                try:
+                    far.settimeout(_LOOPBACK_S)
+                    far.connect(server.getsockname())
+                    near, peer = server.accept()
+                    while peer != far.getsockname():  # a stranger was quicker
+                        near.close()
+                        near, peer = server.accept()
+                except BaseException:
+                    far.close()
+                    raise
+                far.settimeout(None)
+                found.append((near, far))
+    except BaseException:
+        for near, far in found:
+            near.close()
+            far.close()
+        raise
+    return found
 
 
 def dialing(url: str, secret: bytes, timeout_s: float, opener: pairing.Opener = socket.create_connection) -> TcpLink:
@@ -119,20 +184,24 @@ def dialing(url: str, secret: bytes, timeout_s: float, opener: pairing.Opener = 
     deadline_s = time.monotonic() + timeout_s
     address = parse(url, "tcp")
     at = str(evolve(address, bind=None))
-    link_id = secrets.token_bytes(16)
 
-    def connect(kind: int) -> socket.socket:
+    def connect(kind: int, greeting: bytes) -> socket.socket:
         def prepare(sock: socket.socket) -> socket.socket:
             set_options(sock, small_frames=kind == _NNG)
             return sock
 
-        greeting = GREETING.pack(kind, link_id)
         return pairing.connected(address, at, secret, deadline_s, prepare=prepare, greeting=greeting, opener=opener)
 
-    plain = connect(_PLAIN)
+    return _complete(connect, at, deadline_s)
+
+
+def _complete(connect: Callable[[int, bytes], socket.socket], at: str, deadline_s: float) -> TcpLink:
+    """The dialer's end of a link, over a connection of each kind that has sent this greeting."""
+    link_id = secrets.token_bytes(16)
+    plain = connect(_PLAIN, GREETING.pack(_PLAIN, link_id))
     pair: Pair | None = None
     try:
-        pair = Pair.over(connect(_NNG))
+        pair = Pair.over(connect(_NNG, GREETING.pack(_NNG, link_id)))
         return pairing.completed(plain, pair, at, deadline_s)
     except BaseException:
         plain.close()

@@ -29,7 +29,7 @@ from attrs import evolve
 from monarch.errors import AuthenticationError, NotViable, TransportError
 from monarch.log import get_logger
 from monarch.transports import certificates, nng, pairing
-from monarch.transports.base import Memory, Viability
+from monarch.transports.base import Inherit, Memory, Viability
 from monarch.transports.certificates import Certificates
 from monarch.transports.nng import DOOR_BYTES, Door, Pair, set_options
 from monarch.transports.stream import StreamListener
@@ -158,6 +158,7 @@ class TlsTransport:
 
     scheme = "tls+tcp"
     memory: Memory | None = None
+    inherit: Inherit | None = None
 
     def viability(self) -> Viability:
         missing = certificates.used().missing

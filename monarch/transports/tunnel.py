@@ -19,7 +19,7 @@ from attrs import evolve
 from monarch.errors import AuthenticationError, NotViable, ProtocolError, TransportError
 from monarch.log import get_logger
 from monarch.transports import nng, pairing, proxy, tcp
-from monarch.transports.base import Memory, Viability
+from monarch.transports.base import Inherit, Memory, Viability
 from monarch.transports.nng import set_options
 from monarch.transports.stream import StreamListener, severed
 from monarch.transports.tcp_link import TcpLink
@@ -118,6 +118,7 @@ class Tunnel:
 
     scheme = "tcp"
     memory: Memory | None = None
+    inherit: Inherit | None = None
 
     def __init__(self, url: str) -> None:
         address = evolve(parse(url), bind=None)

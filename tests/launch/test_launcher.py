@@ -37,8 +37,8 @@ ROOT = Path(__file__).parents[2]
 ENTRY = "launched_code:run"
 ENTRY_SOURCE = """
 import json, os, sys
-def run(payload):
-    exec(compile(payload, "payload", "exec"), {"__name__": "payload"})
+def run(payload, *inherited):
+    exec(compile(payload, "payload", "exec"), {"__name__": "payload", "inherited": inherited})
 def tell(path, what):  # whole or not at all
     with open(path + ".part", "w") as f:
         json.dump(what, f)
@@ -215,6 +215,24 @@ def test_each_process_may_have_outputs_of_its_own(bench: Bench, monkeypatch, in_
         with open(out, "rb") as printed, open(err, "rb") as complained:
             said.append((printed.read(), complained.read()))
     assert said == [(b"%d\n" % i, b"%d" % i) for i in range(5)]
+
+
+def test_each_process_inherits_what_is_for_it(bench: Bench) -> None:
+    pipes = [(os.pipe(), os.pipe()) for _ in range(3)]
+    code = b"import os\nfor fd in inherited: os.write(fd, b'%d' % len(inherited))"
+    given: list[tuple[int, ...]] = [(one[1], other[1])[:i] for i, (one, other) in enumerate(pipes)]
+    outputs = [None, (os.open(os.devnull, os.O_WRONLY), os.open(os.devnull, os.O_WRONLY)), None]
+    each = zip(given, outputs, strict=True)
+    specs = [LaunchSpec("n", ENTRY, code, dict(os.environ), output=out, inherits=fds) for fds, out in each]
+    for child in bench.launcher.launch_all(specs, [lambda end: None] * 3):
+        bench.until(lambda: not child.alive)
+
+    for i, ends in enumerate(pipes):
+        for j, (out, into) in enumerate(ends):
+            if j >= i:
+                os.close(into)
+            with open(out, "rb") as read:  # the launcher has closed its end: there is an end to read to
+                assert read.read() == (b"%d" % i if j < i else b"")
 
 
 def test_a_signal_is_told_with_the_usual_reason_for_9(bench: Bench) -> None:

@@ -44,11 +44,16 @@ def wait_until(condition: Callable[[], Any], *ends: Any, wait_s: float = WAIT_S)
 
 def dial_and_accept(transport: Transport, listener: Listener, wait_s: float = WAIT_S) -> tuple[Link, Link]:
     """The dialer's end and the acceptor's."""
+    return accept_from(lambda: transport.dial(listener.url, SECRET, wait_s), listener, wait_s)
+
+
+def accept_from(connect: Callable[[], Link], listener: Listener, wait_s: float = WAIT_S) -> tuple[Link, Link]:
+    """What `connect` returns, on a thread, and the acceptor's end."""
     dialled: list[Link | BaseException] = []
 
     def dial() -> None:
         try:
-            dialled.append(transport.dial(listener.url, SECRET, wait_s))
+            dialled.append(connect())
         except BaseException as error:
             dialled.append(error)
 

@@ -19,7 +19,7 @@ import pytest
 
 from monarch.errors import AuthenticationError, LinkClosed, LinkSevered, TransportError
 from monarch.transports import certificates, registry, ring, shm
-from monarch.transports.base import Link, Listener, Missing, Transport
+from monarch.transports.base import Inherit, Link, Listener, Missing, Transport
 from monarch.transports.certificates import Certificates
 from monarch.transports.framing import FrameDecoder
 from monarch.transports.url import parse
@@ -30,6 +30,7 @@ from tests.transports.drive import (
     WAIT_S,
     Receiver,
     Sender,
+    accept_from,
     connected,
     dial_and_accept,
     exchange,
@@ -319,6 +320,52 @@ def start_peer(url: str, frames: int = 0, size_bytes: int = 0) -> subprocess.Pop
 
 def accept_one(listener: Listener) -> Link:
     return wait_until(listener.accept_nowait, listener)[0]
+
+
+@pytest.fixture
+def inherit(transport: Transport) -> Inherit:
+    if transport.inherit is None:
+        pytest.skip(f"{transport.scheme} hands no links down")
+    return transport.inherit
+
+
+def test_a_link_that_is_handed_down_is_as_any_other(inherit, listener):
+    fds = [listener.hand_down() for _ in range(3)]
+    ends = [accept_from(lambda each=each: inherit(each, "keeper", WAIT_S), listener) for each in reversed(fds)]
+    for heir, keeper in ends:
+        assert plain(exchange(heir, keeper, FRAMES)) == FRAMES
+        assert plain(exchange(keeper, heir, FRAMES)) == FRAMES
+    (one, other), (heir, keeper), _ = ends
+    one.abort()
+    assert isinstance(Receiver(other).until_end(), LinkSevered)
+    assert plain(exchange(heir, keeper, [[b"still here"]])) == [[b"still here"]]
+    for end in (other, *(end for pair in ends[1:] for end in pair)):
+        end.abort()
+
+
+def test_an_heir_that_never_comes_disturbs_nobody(over_processes, inherit, listener):
+    before = len(os.listdir("/proc/self/fd"))
+    for fd in [fd for _ in range(200) for fd in listener.hand_down()]:
+        os.close(fd)
+    listener.accept_nowait()
+    for link in listener.accept_nowait():
+        with pytest.raises(LinkSevered):
+            link.recv_nowait()
+        link.abort()
+    assert len(os.listdir("/proc/self/fd")) <= before
+    left, right = dial_and_accept(over_processes, listener)
+    assert plain(exchange(left, right, FRAMES)) == FRAMES
+    left.abort()
+    right.abort()
+
+
+def test_an_heir_of_a_listener_that_closed_is_told(inherit, listener):
+    fds = listener.hand_down()
+    listener.close()
+    with pytest.raises(TransportError):
+        link = inherit(fds, "keeper", WAIT_S)
+        Receiver(link).until_end()
+        link.recv_nowait()
 
 
 def test_a_killed_process_is_seen_as_severed(over_processes, listener):

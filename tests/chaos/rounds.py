@@ -33,6 +33,7 @@ from monarch.testing import Recorder, wait_until_gone
 from tests.chaos.drivers import LIMIT_S
 
 SIZES: Final = (0, 100, 70_000, 3 << 20)
+_UP_S: Final = 25.0  # for processes to come up, before anybody dies
 
 
 class Member(Actor):
@@ -138,7 +139,7 @@ class Round:
         self._spawn(owned)
         litter = self.random.random() < 0.2
         if litter:
-            self.pids += [pid for pids in self.members.litter.call().get(10).values() for pid in pids]
+            self.pids += [pid for pids in self.members.litter.call().get(_UP_S).values() for pid in pids]
         dead = self._victims(victim)
         threads = [
             threading.Thread(target=self._traffic, args=(self.random.random(),)) for _ in range(choose((1, 1, 2)))
@@ -166,14 +167,14 @@ class Round:
         if owned:
             port, self.told = Channel[Any].open()
             self.owner = this_host().spawn_procs(name="owner").spawn("owner", Owner, port)
-            self.members = self.owner.spawn.call_one(self.count).get(10)
+            self.members = self.owner.spawn.call_one(self.count).get(_UP_S)
         else:
             self.procs = this_host().spawn_procs({"gpus": self.count}, name="members")
             self.members = self.procs.spawn("members", Member)
-        self.ranks = list(self.members.pid.call().get(10).values())
+        self.ranks = list(self.members.pid.call().get(_UP_S).values())
         self.pids += self.ranks
         if owned:
-            self.owner_pid = self.owner.pid.call_one().get(10)
+            self.owner_pid = self.owner.pid.call_one().get(_UP_S)
             self.pids.append(self.owner_pid)
 
     def _victims(self, victim: str) -> frozenset[int]:

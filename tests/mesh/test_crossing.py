@@ -28,6 +28,9 @@ LIMIT_S = 30.0
 class Crosser(Actor):
     """`cross` begins, says so, and calls `answer` of others only when released: then all of them are busy."""
 
+    def __init__(self) -> None:
+        crossing._SCAN_S = 0.05  # type: ignore[misc]  # in a process of its own, too
+
     @endpoint
     def answer(self) -> str:
         return "answered"
@@ -76,7 +79,7 @@ class Crosser(Actor):
 
 @pytest.fixture(autouse=True)
 def scans_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this process; others keep their interval."""
+    """In this process; in others, see `Crosser`."""
     monkeypatch.setattr(crossing, "_SCAN_S", 0.05)
 
 

@@ -25,7 +25,7 @@ from monarch.mesh import controllers, debug_service, program_end
 from monarch.mesh.agent import release_owned
 from monarch.mesh.console import Console
 from monarch.mesh.context import NOWHERE, Context, set_client_context
-from monarch.mesh.faults import Faults, run_rest_of_exit
+from monarch.mesh.faults import Faults, end_as_interrupted, was_interrupted
 from monarch.mesh.forwarding import make_forwarder
 from monarch.mesh.host import HostAgent, ProcessStarter, Starter
 from monarch.mesh.inspector import Collector
@@ -110,22 +110,21 @@ class RootClient(ProcClient):
         if os.getpid() != self._pid:
             return  # a fork of the client owns nothing
         self._faults.program_ends = True
-        hurried = False
+        is_interrupted = was_interrupted()
         try:
             self._let_go()
         except (KeyboardInterrupt, SystemExit) as error:
             # The user cannot wait; who cannot wait even for this leaves the rest to the guardian. Or it is one of ours,
             # which comes too late to end the program in its middle.
-            hurried = isinstance(error, KeyboardInterrupt) and not self._faults.fatal
+            is_interrupted = is_interrupted or (isinstance(error, KeyboardInterrupt) and not self._faults.fatal)
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             self.agent.close(0.0)
         self._faults.take_last([failure for failure in self._last_faults if failure.down.crashed])
         tell_all_unseen()
         atexit.unregister(self.at_exit)
         self._faults.end_program_if_due()
-        if hurried:
-            run_rest_of_exit()
-            os.kill(os.getpid(), signal.SIGINT)
+        if is_interrupted:
+            end_as_interrupted()
 
     def _let_go(self) -> None:
         if self._shutdown is None:

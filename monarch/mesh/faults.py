@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import os
 import queue
@@ -131,11 +132,19 @@ def leave_with_1() -> None:
     global _leaving
     _leaving = True
     threading._shutdown()  # type: ignore[attr-defined]
-    run_rest_of_exit()
-    os._exit(1)
-
-
-def run_rest_of_exit() -> None:
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
+    os._exit(1)
+
+
+def was_interrupted() -> bool:
+    """Whether a KeyboardInterrupt has left the script. (At a prompt, it may have left any statement.)"""
+    return getattr(sys, "last_type", None) is KeyboardInterrupt and not hasattr(sys, "ps1")
+
+
+def end_as_interrupted() -> None:
+    """Have the interpreter end by SIGINT, once it has come to its end. It does where the last code that was run as a
+    script, or from a string, was left by a KeyboardInterrupt, and imports at the exit run such code, too."""
+    with contextlib.suppress(KeyboardInterrupt):
+        exec("raise KeyboardInterrupt")

@@ -331,6 +331,18 @@ def test_actors_whose_processes_come_up_too_late_are_told_of() -> None:
     assert "exit.unserved actors='tests.mesh.actors.Worker slow'" in done.stderr
 
 
+@pytest.mark.parametrize("told_of", ["", "w.fail.call(1)"])
+def test_a_program_that_is_interrupted_ends_by_the_signal_whatever_is_logged_meanwhile(told_of: str) -> None:
+    done = run(
+        before="w = this_host().spawn_procs().spawn('w', Worker); w.echo.call_one(1).get()\n"
+        f"{told_of}\nimport os, time; os.kill(os.getpid(), 2); time.sleep(20)",
+        transport="inproc",
+    )
+
+    assert done.returncode == -signal.SIGINT
+    assert ("call.failure_unseen" in done.stderr) == bool(told_of)
+
+
 @pytest.mark.slow
 def test_ctrl_c_twice_ends_a_program_at_once_and_quietly() -> None:
     program = (

@@ -42,7 +42,7 @@ from monarch.core.poller import WRITABLE, Poller
 from monarch.core.protocol import FrameType, Hello, Session, frame_type, refused_because
 from monarch.core.router import Bounce, Deliver, Forward, route
 from monarch.core.ways import Ways
-from monarch.errors import LinkClosed, MonarchError, ProtocolError, TransportError
+from monarch.errors import LinkClosed, ProtocolError, TransportError
 from monarch.log import get_logger
 from monarch.transports.base import Buffer, Frame, Link, Listener, Missing, Transport
 
@@ -581,11 +581,3 @@ class Gateway:
                 peer.waiting_for_state.append(notify)
                 return
         notify()
-
-
-class PeerGone(MonarchError):
-    """A keeper's answer: the process that was asked for is gone."""
-
-    def __init__(self, down: Down) -> None:
-        super().__init__(down)
-        self.down = down

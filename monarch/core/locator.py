@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 
 from monarch.core.address import best
 from monarch.core.envelope import Envelope
-from monarch.core.gateway import PeerGone
 from monarch.core.ids import ProcId
-from monarch.core.monitor import Down
+from monarch.core.monitor import Down, PeerGone
 from monarch.core.peer import Peer, State
 
 if TYPE_CHECKING:

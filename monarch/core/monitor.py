@@ -15,6 +15,7 @@ from typing import Final
 
 from attrs import define, evolve, field
 
+from monarch.errors import MonarchError
 from monarch.log import get_logger
 
 log = get_logger("monarch.monitor")
@@ -84,6 +85,14 @@ class Down:
 
 Target = tuple[int, int]
 """(process key, actor number); actor number 0 stands for the process itself."""
+
+
+class PeerGone(MonarchError):
+    """The answer of a request to a process that is gone."""
+
+    def __init__(self, down: Down) -> None:
+        super().__init__(down)
+        self.down = down
 
 
 class Monitors:

@@ -20,11 +20,11 @@ from monarch.core.crossing import Crossings
 from monarch.core.driver import make_driver
 from monarch.core.envelope import MESSAGE_TTL, CallKey, Envelope, Flag, Kind
 from monarch.core.future import Future
-from monarch.core.gateway import Gateway, Limits, PeerGone
+from monarch.core.gateway import Gateway, Limits
 from monarch.core.ids import ActorId, ProcId
 from monarch.core.instance import Instance, Sender
 from monarch.core.locator import Locator
-from monarch.core.monitor import Down, Monitors
+from monarch.core.monitor import Down, Monitors, PeerGone
 from monarch.core.peer import Peer
 from monarch.core.probes import PendingCall
 from monarch.core.relay import Relay

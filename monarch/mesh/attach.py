@@ -18,9 +18,8 @@ from attrs import evolve
 from monarch.core import settings
 from monarch.core.address import EVERYWHERE, Place, domain_of, joined
 from monarch.core.future import Future
-from monarch.core.gateway import PeerGone
 from monarch.core.ids import ProcId, Uid
-from monarch.core.monitor import Down
+from monarch.core.monitor import Down, PeerGone
 from monarch.core.peer import State
 from monarch.log import get_logger
 from monarch.mesh.context import context

@@ -25,9 +25,8 @@ from attrs import define, field
 
 from monarch.core.envelope import Envelope
 from monarch.core.future import Future
-from monarch.core.gateway import PeerGone
 from monarch.core.ids import ActorId, ProcId
-from monarch.core.monitor import Down
+from monarch.core.monitor import Down, PeerGone
 from monarch.core.proc import Proc
 from monarch.errors import MeshError, SupervisionError
 from monarch.log import get_logger

@@ -12,8 +12,8 @@ from attrs import evolve
 
 from monarch.core import settings
 from monarch.core.future import Future
-from monarch.core.gateway import PeerGone
 from monarch.core.ids import ProcId, Uid, new_number
+from monarch.core.monitor import PeerGone
 from monarch.launch.bootstrap import BootstrapCommand, default_bootstrap_cmd
 from monarch.mesh.actor import Actor
 from monarch.mesh.context import context

@@ -23,8 +23,7 @@ from attrs import define, evolve
 
 from monarch.core.envelope import Envelope
 from monarch.core.future import Future
-from monarch.core.gateway import PeerGone
-from monarch.core.monitor import Down
+from monarch.core.monitor import Down, PeerGone
 from monarch.core.stacks import Stack, running_threads
 from monarch.launch import linux, stack_signal
 from monarch.launch.template import launched_by

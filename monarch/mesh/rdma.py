@@ -11,7 +11,7 @@ import warnings
 from typing import Any, Final, Self
 
 from monarch.core.future import Future
-from monarch.core.gateway import PeerGone
+from monarch.core.monitor import PeerGone
 from monarch.errors import NotViable
 from monarch.mesh.context import context
 from monarch.onesided import ibverbs

@@ -14,7 +14,7 @@ from attrs import define
 
 from monarch.core.envelope import Envelope
 from monarch.core.future import Future
-from monarch.core.gateway import PeerGone
+from monarch.core.monitor import PeerGone
 from monarch.core.proc import Proc
 from monarch.errors import BufferDropped, SupervisionError, TransferError
 from monarch.onesided import words

@@ -12,10 +12,9 @@ from test_instance import Fake, Life
 
 from monarch.core import codec
 from monarch.core.envelope import Envelope, Flag, Kind
-from monarch.core.gateway import PeerGone
 from monarch.core.ids import ActorId
 from monarch.core.instance import Instance, Sender
-from monarch.core.monitor import Down
+from monarch.core.monitor import Down, PeerGone
 from monarch.core.proc import Proc
 
 _DOWN = Down("failed", "it broke")

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from monarch.core.future import Future
-from monarch.core.gateway import PeerGone
 from monarch.core.ids import ActorId, ProcId, Uid
-from monarch.core.monitor import Down, Monitors
+from monarch.core.monitor import Down, Monitors, PeerGone
 from monarch.mesh.child_directory import Directory
 from monarch.mesh.child_line import Current, Line, Path, Refused
 

@@ -19,7 +19,7 @@ from monarch.core.driver import Signal
 from monarch.core.envelope import Envelope, Kind
 from monarch.core.future import Future
 from monarch.core.ids import ActorId, ProcId, Uid
-from monarch.core.monitor import Down
+from monarch.core.monitor import Down, PeerGone
 from monarch.core.peer import State
 from monarch.core.proc import Proc
 from monarch.core.protocol import SESSION, FrameType, Hello, Session
@@ -226,10 +226,10 @@ def test_after_the_close_nothing_is_waited_for(quick_net: Net) -> None:
     until(lambda: peer(a, b).state is State.UP)
     a.close(LIMIT_S)
 
-    assert isinstance(pending.exception(LIMIT_S), gateway_module.PeerGone)
-    assert isinstance(a.request(b.proc_id, "never").exception(LIMIT_S), gateway_module.PeerGone)
+    assert isinstance(pending.exception(LIMIT_S), PeerGone)
+    assert isinstance(a.request(b.proc_id, "never").exception(LIMIT_S), PeerGone)
     stranger = ProcId(Uid.instance("x"), "inproc://nowhere")
-    assert isinstance(a.request(stranger, "never").exception(LIMIT_S), gateway_module.PeerGone)
+    assert isinstance(a.request(stranger, "never").exception(LIMIT_S), PeerGone)
 
 
 def test_an_address_behind_a_keeper_is_asked_for(net: Net) -> None:
@@ -280,7 +280,7 @@ def test_a_process_that_closes_waits_for_no_launch(net: Net) -> None:
     waiting = keeper.request(child, "never")
     assert not waiting.done()
     keeper.close(0.0)
-    assert isinstance(waiting.exception(LIMIT_S), gateway_module.PeerGone)
+    assert isinstance(waiting.exception(LIMIT_S), PeerGone)
 
 
 def test_a_keeper_remembers_why_a_process_is_gone_that_it_has_forgotten(net: Net) -> None:
@@ -290,7 +290,7 @@ def test_a_keeper_remembers_why_a_process_is_gone_that_it_has_forgotten(net: Net
     keeper.gateway.declare_gone(child, down)
     del keeper.gateway.peers[child.key]
     error = a.request(child, "never").exception(LIMIT_S)
-    assert isinstance(error, gateway_module.PeerGone) and error.down == down
+    assert isinstance(error, PeerGone) and error.down == down
 
 
 def test_a_keeper_says_why_its_process_is_gone(net: Net) -> None:

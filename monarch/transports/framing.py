@@ -249,12 +249,18 @@ class FrameDecoder:
         return pos
 
     @staticmethod
-    def reserve(size_bytes: int) -> bytearray | memoryview | Missing:
-        """Memory for a large part. Raises RemoteProtocolError where no machine could have it."""
+    def reserve(size_bytes: int, *, of_bytes: bool = False) -> bytearray | memoryview | Missing:
+        """Memory for a large part; `of_bytes`: that `bytes` are to be made of.
+
+        Raises:
+            RemoteProtocolError: no machine could have it.
+        """
         if size_bytes > MAX_PART_BYTES:
             raise RemoteProtocolError(f"a part of {size_bytes} bytes fits into no memory")
         try:
-            return bytearray(size_bytes) if size_bytes < memory.LARGE_BYTES else memory.allocate(size_bytes)
+            if size_bytes < memory.LARGE_BYTES:
+                return bytearray(size_bytes)
+            return (memory.allocate_for_bytes if of_bytes else memory.allocate)(size_bytes)
         except MemoryError:
             return Missing.of(size_bytes)
 

@@ -126,13 +126,33 @@ def _advise(mapped: mmap.mmap, advice: str) -> None:
             mapped.madvise(getattr(mmap, advice))
 
 
+class _Inside(Memory):  # type: ignore[misc, valid-type]
+    """The memory of an object of type `bytes` that nobody has seen yet."""
+
+    made: bytes
+
+
+def allocate_for_bytes(size_bytes: int) -> memoryview:
+    """As `allocate`, of which `new_bytes` makes `bytes` without a copy; nobody is to write to it then."""
+    made: bytes = _new_bytes(None, size_bytes)
+    address = ctypes.cast(ctypes.c_char_p(made), ctypes.c_void_p).value or 0
+    if size_bytes >= LARGE_BYTES:
+        _prefer_huge_pages(address, size_bytes)
+    inside = _Inside.from_address(address)
+    inside.made = made
+    return memoryview(inside).cast("B")[:size_bytes]
+
+
 def new_bytes(part: Buffer) -> bytes:
     """As `bytes(part)`."""
+    inside = part.obj if type(part) is memoryview else None
+    if type(inside) is _Inside and len(part) == len(inside.made):
+        return inside.made
     if len(part) < LARGE_BYTES or type(part) is bytes:
         return bytes(part)
-    made: bytes = _new_bytes(None, len(part))
-    _fill(ctypes.cast(ctypes.c_char_p(made), ctypes.c_void_p).value or 0, part)  # nobody else has seen it yet
-    return made
+    view = allocate_for_bytes(len(part))
+    copy(view, part)
+    return new_bytes(view)
 
 
 def new_bytearray(part: Buffer) -> bytearray:
@@ -140,7 +160,8 @@ def new_bytearray(part: Buffer) -> bytearray:
     if len(part) < LARGE_BYTES:
         return bytearray(part)
     made: bytearray = _new_bytearray(None, len(part))
-    _fill(_address(made), part)
+    _prefer_huge_pages(_address(made), len(made))
+    copy(memoryview(made), part)
     return made
 
 
@@ -154,13 +175,11 @@ _libc: Final = ctypes.CDLL(None)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
-def _fill(address: int, part: Buffer) -> None:
-    size_bytes = len(part)
+def _prefer_huge_pages(address: int, size_bytes: int) -> None:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
         whole_bytes = (address + size_bytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
         _libc.madvise(start, whole_bytes, mmap.MADV_HUGEPAGE)
-    copy(memoryview(Memory.from_address(address)).cast("B")[:size_bytes], part)
 
 
 def copy(to: memoryview, part: Buffer) -> None:

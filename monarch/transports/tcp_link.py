@@ -4,7 +4,8 @@ Decides what travels where and how the link ends; leaves nng itself, connecting 
 
 ```
 nng    messages: frames joined; a frame is count (u32), sizes (u64 each), parts. A size with the top bit set says
-       that this part comes over the plain connection. A count of 0xFFFFFFFF says goodbye.
+       that this part comes over the plain connection, the next bit that it was sent as `bytes`. A count of 0xFFFFFFFF
+       says goodbye.
 plain  the large parts, in the order in which the messages announce them; at the end MARKER, which tells a goodbye
        from a death
 ```
@@ -49,7 +50,8 @@ MESSAGE_BYTES: Final = 256 << 10
 """Frames are joined up to this; what a frame has beyond it takes the plain connection too."""
 
 _ON_PLAIN: Final = 1 << 63
-_SIZE_MASK: Final = _ON_PLAIN - 1
+_OF_BYTES: Final = 1 << 62
+_SIZE_MASK: Final = _OF_BYTES - 1
 _GOODBYE: Final = COUNT.pack(GOODBYE_COUNT)
 
 
@@ -158,7 +160,7 @@ class TcpLink:
             for i, part in enumerate(frame):
                 size = sizes[i]
                 if size >= PLAIN_BYTES or (size and inline_bytes + size > MESSAGE_BYTES):
-                    sizes[i] |= _ON_PLAIN
+                    sizes[i] |= _ON_PLAIN | _OF_BYTES if type(part) is bytes else _ON_PLAIN
                     self._plain_out.append(part)
                 else:
                     inline.append(part)
@@ -289,7 +291,7 @@ class TcpLink:
                 for size in sizes:
                     if size & _ON_PLAIN:
                         left = size & _SIZE_MASK
-                        part = FrameDecoder.reserve(left)
+                        part = FrameDecoder.reserve(left, of_bytes=bool(size & _OF_BYTES))
                         view = memoryview(bytearray(RECV_BYTES) if isinstance(part, Missing) else part)
                         while left:
                             try:

@@ -179,7 +179,7 @@ def test_where_there_is_no_memory_for_a_part_the_frame_arrives_without_it(links,
     def no_memory(*_: object) -> memoryview:
         raise MemoryError
 
-    monkeypatch.setattr(FrameDecoder, "reserve", staticmethod(Missing.of))
+    monkeypatch.setattr(FrameDecoder, "reserve", staticmethod(lambda size_bytes, **_: Missing.of(size_bytes)))
     monkeypatch.setattr(shm, "borrow", no_memory)
     sender, receiver = links
     large = bytes(3 << 20)

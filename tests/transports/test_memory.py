@@ -11,7 +11,14 @@ from collections.abc import Iterator
 import pytest
 
 from monarch.transports import memory
-from monarch.transports.memory import KEPT_BYTES, LARGE_BYTES, allocate, new_bytearray, new_bytes
+from monarch.transports.memory import (
+    KEPT_BYTES,
+    LARGE_BYTES,
+    allocate,
+    allocate_for_bytes,
+    new_bytearray,
+    new_bytes,
+)
 
 pytestmark = pytest.mark.skipif(not hasattr(mmap, "MAP_ANONYMOUS"), reason="memory cannot be mapped here")
 
@@ -83,3 +90,15 @@ def test_copies_are_what_they_say(size_bytes: int) -> None:
     copy = new_bytearray(data)
     copy += b"more"
     assert copy == data + b"more"
+
+
+@pytest.mark.parametrize("size_bytes", [100, LARGE_BYTES + 100])
+def test_bytes_are_made_of_memory_for_them_without_a_copy(size_bytes: int) -> None:
+    view = allocate_for_bytes(size_bytes)
+    data = os.urandom(size_bytes)
+    view[:] = data
+    made = new_bytes(view)
+    assert type(made) is bytes and made == data and made is new_bytes(view)
+    assert new_bytes(view[1:]) == data[1:]
+    del view
+    assert made == data

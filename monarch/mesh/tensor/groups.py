@@ -11,6 +11,7 @@ What gloo cannot reduce (bits, booleans, complex numbers) is gathered, and reduc
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Final
@@ -57,6 +58,8 @@ _FOLDS: Final[dict[str, Callable[[Any, Any], Any]]] = {
 _MARKS: Final = {"min": (1, 0), "product": (1, 0)}
 """By reduction: the mark of a member that is well, and of one that failed. Otherwise 0 and 1."""
 _ALIGNED_BYTES: Final = 16
+_HEARD_S: Final = 0.5
+"""Within so much the controller has heard of a death."""
 
 
 @define(frozen=True)
@@ -150,6 +153,7 @@ class Group:
         within_host = share_host(notes, rank, size)
         self.backend = _make(notes, rank, size, device, within_host)
         self.notes, self._buffers = notes, buffers
+        self._is_broken = False
         self._direct = None
         if within_host and device == "cpu" and shares_memory():
             self._direct = Direct(notes, rank, size, buffers, jobs)
@@ -194,13 +198,24 @@ class Group:
             return
         options = dist.AllreduceOptions()
         options.reduceOp = _NATIVE[how]
-        self.backend.allreduce([whole], options).wait()
+        self._wait(self.backend.allreduce([whole], options))
         if how == "avg":
             self._averaged(whole)
 
     def _finish(self, how: str) -> Callable[[torch.Tensor], torch.Tensor]:
         """What makes the result of a sum, or of whatever else was folded."""
         return self._averaged if how == "avg" else lambda total: total
+
+    def _wait(self, work: Any) -> None:
+        """Until it is done. Where that fails, a member has most likely died, which the controller hears by itself, and
+        tells better: it may do so first."""
+        try:
+            work.wait()
+        except RuntimeError:
+            if not self._is_broken:
+                self._is_broken = True
+                time.sleep(_HEARD_S)
+            raise
 
     def _averaged(self, total: torch.Tensor) -> torch.Tensor:
         rounding = None if total.is_floating_point() or total.is_complex() else "floor"
@@ -220,7 +235,7 @@ class Group:
         work = self.backend.allreduce([buffer], options)
 
         def finish() -> torch.Tensor:
-            work.wait()
+            self._wait(work)
             if buffer[-1] != well:
                 raise MemberFailed
             return self._averaged(value) if how == "avg" else value
@@ -241,7 +256,7 @@ class Group:
     def _agree(self, shard: torch.Tensor | None, device: torch.device) -> torch.Tensor:
         """The shard, once all members have said that they have one."""
         mark = torch.tensor([0 if shard is not None else 1], dtype=torch.int32, device=device)
-        self.backend.allreduce([mark], dist.AllreduceOptions()).wait()
+        self._wait(self.backend.allreduce([mark], dist.AllreduceOptions()))
         if shard is None or mark.item():
             raise MemberFailed
         return shard
@@ -253,7 +268,7 @@ class Group:
         result = torch.empty(meta.shape[1:], dtype=meta.dtype, device=meta.device)
         if result.numel():
             part = result.view(-1)  # gloo wants as many dimensions on both sides
-            self.backend._reduce_scatter_base(part, whole.clone().view(-1), options).wait()
+            self._wait(self.backend._reduce_scatter_base(part, whole.clone().view(-1), options))
         return self._averaged(result) if how == "avg" else result
 
     def _exchange(self, shard: torch.Tensor | None, meta: Meta) -> torch.Tensor:
@@ -262,7 +277,7 @@ class Group:
         result = torch.empty(meta.shape, dtype=meta.dtype, device=meta.device)
         if result.numel():
             sent, received = _bytes(whole), _bytes(result)
-            self.backend.alltoall_base(received, sent, [], [], dist.AllToAllOptions()).wait()
+            self._wait(self.backend.alltoall_base(received, sent, [], [], dist.AllToAllOptions()))
         return result
 
     def _gather(self, shard: torch.Tensor | None, meta: Meta) -> list[torch.Tensor]:
@@ -275,7 +290,7 @@ class Group:
         elif size:
             own[:size].view(meta.dtype).view(meta.shape).copy_(shard)
         every = torch.empty(room * self.size, dtype=torch.uint8, device=meta.device)
-        self.backend._allgather_base(every, own).wait()
+        self._wait(self.backend._allgather_base(every, own))
         if every[room - 1 :: room].any():
             raise MemberFailed
         rows = every.view(self.size, room)[:, :size]

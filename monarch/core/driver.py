@@ -24,7 +24,7 @@ from struct import Struct
 from typing import Final, Protocol
 
 from monarch.core.held import NOTHING_HELD, Held, NothingHeld, on_main_thread
-from monarch.core.spin import CPUS, Spin
+from monarch.core.spin import Spin, cpus
 from monarch.transports import ring
 from monarch.wake import OwnedFd
 
@@ -88,7 +88,7 @@ class Signal:
     def sleep(self, timeout_s: float | None) -> None:
         """Sleep until nudged; may return early. A thread whose sleeps are short looks for a while first."""
         spin = _own.spin
-        if _LOOKS and self.looks and spin.pays() and self._look(spin):
+        if self.looks and not ring.why_not and spin.pays() and self._look(spin):
             return
         began_s = time.monotonic()
         self.sleep_at_once(timeout_s)
@@ -97,7 +97,7 @@ class Signal:
     def _look(self, spin: Spin) -> bool:
         """Whether a nudge came meanwhile."""
         global _looking
-        if _looking >= CPUS:
+        if cpus() == 1 or _looking >= cpus():
             return False
         _looking += 1
         self._bell = bell = bytearray(1)
@@ -127,7 +127,6 @@ class _Own(threading.local):
 
 
 _own: Final = _Own()
-_LOOKS: Final = CPUS > 1 and not ring.why_not
 _looking = 0  # threads that do, in `Signal`
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, Protocol, TypeV
 from monarch.core.deadlock import Wait
 from monarch.core.driver import Driver, Signal, _sleep_until_set
 from monarch.core.held import ALL_BUT_INTERRUPT, Held, on_main_thread
-from monarch.core.spin import CPUS
+from monarch.core.spin import cpus
 from monarch.errors import CallCancelled
 from monarch.log import get_logger
 
@@ -272,7 +272,7 @@ class Future(Generic[R]):
         if self._done:
             return True
         call = self._call
-        signal = Signal(looks=call is None or call.receivers <= CPUS)
+        signal = Signal(looks=call is None or call.receivers <= cpus())
         self._on_done(signal.notify)
         wait = None if call is None else call.wait_of(self)
         if wait is not None:

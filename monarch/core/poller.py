@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from monarch.core.spin import CPUS, LOOK_S, Spin
+from monarch.core.spin import LOOK_S, Spin, cpus
 from monarch.log import get_logger
 from monarch.transports import ring
 from monarch.wake import Wake
@@ -45,7 +45,7 @@ class Poller:
         self._wake = Wake()
         self._bell = bytearray(1)  # wakes one who looks, and costs no system call
         self._hears_bell = False
-        self._spin = Spin(LOOK_S if CPUS > 1 else 0.0)
+        self._spin = Spin(LOOK_S if cpus() > 1 else 0.0)
         self.closed = False
         self._running = 0  # the thread that runs handlers
         self._rounds = 0

@@ -15,16 +15,25 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from functools import cache
 from typing import Final
 
 LOOK_S: Final = 400e-6
 """Longer than most calls take whose ends both sleep: they would never find each other awake."""
-CPUS: Final = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
 
 _PREEMPTED_S: Final = 200e-6  # one round of looking takes 2 us; who has something to do takes the CPU for longer
 _FEWEST_SKIPS: Final = 8
 _MOST_SKIPS: Final = 512
 _MOST_SHORT: Final = 16
+
+
+@cache
+def cpus() -> int:
+    """How many this process may use, as of the first look."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+
+
+os.register_at_fork(after_in_child=cpus.cache_clear)  # a child may be bound to some of them
 
 
 class Spin:

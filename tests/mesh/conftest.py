@@ -11,8 +11,9 @@ from attrs import define
 from monarch.actor import ActorMesh, Channel, Port, PortReceiver, ProcMesh, this_host
 from monarch.testing import TestClient, fresh_client
 from monarch.testing.plugin import monarch_client, monarch_settings
+from tests.mesh.netns import machines, network_client
 
-__all__ = ["monarch_client", "monarch_settings"]
+__all__ = ["machines", "monarch_client", "monarch_settings", "network_client"]
 
 COMBINATIONS = [
     pytest.param((transport, driver), id=f"{transport}-{driver}", marks=() if unit == driver else pytest.mark.slow)

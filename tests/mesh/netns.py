@@ -1,4 +1,7 @@
-"""Hosts that are network namespaces of this machine, joined by a bridge. Needs root, and `ip` of iproute2."""
+"""Hosts that are network namespaces of this machine, joined by a bridge, and the workers and clients of tests on them.
+
+Needs root, and `ip` of iproute2: `needed` are the marks of tests that use it. The fixtures come with `conftest`.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,20 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import cache
 
+import pytest
 from attrs import define
 
+from monarch.testing import TestClient, fresh_client
+from tests.mesh.workers import worker
 
+PORT = 22222
+SECRET = {"MONARCH_SECRET": "a secret of these tests, long enough"}
+
+
+@cache
 def why_not() -> str:
     """Why there can be none here; "" where there can."""
     if shutil.which("ip") is None:
@@ -29,6 +41,10 @@ def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True)
 
 
+def needed() -> list[pytest.MarkDecorator]:
+    return [pytest.mark.slow, pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")]
+
+
 @define(frozen=True)
 class Host:
     namespace: str
@@ -39,6 +55,9 @@ class Host:
     def prefix(self) -> Sequence[str]:
         """Runs a command there."""
         return ["ip", "netns", "exec", self.namespace]
+
+    def url(self, port: int = PORT) -> str:
+        return f"tcp://{self.address}:{port}"
 
     def cut(self) -> None:
         _ip("link", "set", self.cable, "down")
@@ -76,3 +95,22 @@ def network(count: int) -> Iterator[list[Host]]:
         for host in hosts:
             subprocess.run(["ip", "netns", "del", host.namespace], check=False, capture_output=True)
         subprocess.run(["ip", "link", "del", bridge], check=False, capture_output=True)
+
+
+@pytest.fixture(scope="module")
+def machines(request: pytest.FixtureRequest) -> Iterator[list[Host]]:
+    """As many as `HOSTS` of the module says, each with a worker at its `url()` that no test kills."""
+    with ExitStack() as stack:
+        hosts = stack.enter_context(network(request.module.HOSTS))
+        for host in hosts:
+            stack.enter_context(worker(host.url(), SECRET, host.prefix))
+        yield hosts
+
+
+@pytest.fixture
+def network_client(monkeypatch: pytest.MonkeyPatch) -> Iterator[TestClient]:
+    """A fresh client that knows the secret of these workers."""
+    for name, value in SECRET.items():
+        monkeypatch.setenv(name, value)
+    with fresh_client("auto", cleanup_timeout="1s", process_exit_timeout="3s") as client:
+        yield client

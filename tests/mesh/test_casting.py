@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +27,13 @@ from monarch.core.ids import ProcId, Uid
 from monarch.core.proc import Proc
 from monarch.mesh import casting
 from monarch.mesh.casting import FAN_OUT, FEW, routes, tell_all
-from monarch.testing import TestClient, fresh_client
-from tests.core.net import SECRET as NET_SECRET
-from tests.core.net import Net, until
+from monarch.testing import TestClient
+from tests.core.net import SECRET, Net, until
 from tests.core.test_relay import World
 from tests.mesh import netns
 from tests.mesh.workers import worker
 
 LIMIT_S = 30.0
-PORT = 22223
-SECRET = {"MONARCH_SECRET": "a secret of these tests, long enough"}
 HOSTS, EACH = 3, 2
 
 
@@ -48,7 +44,7 @@ HOSTS, EACH = 3, 2
 def runtime() -> Iterator[Proc]:
     net = Net()
     proc = net.proc("client")
-    proc.gateway.ways.secrets[EVERYWHERE] = NET_SECRET
+    proc.gateway.ways.secrets[EVERYWHERE] = SECRET
     yield proc
     net.close()
 
@@ -113,9 +109,6 @@ def test_nobody_on_another_host_is_dialed_to_be_told_something() -> None:
 
 # ---- over a network
 
-_WHY_NOT = netns.why_not()
-network = [pytest.mark.slow, pytest.mark.skipif(bool(_WHY_NOT), reason=_WHY_NOT or "-")]
-
 
 class Member(Actor):
     def __init__(self) -> None:
@@ -163,35 +156,17 @@ class Member(Actor):
         return rank
 
 
-@pytest.fixture(scope="module")
-def machines() -> Iterator[list[netns.Host]]:
-    with ExitStack() as stack:
-        hosts = stack.enter_context(netns.network(HOSTS))
-        for host in hosts:
-            stack.enter_context(worker(_url(host), SECRET, host.prefix))
-        yield hosts
-
-
-def _url(host: netns.Host, port: int = PORT) -> str:
-    return f"tcp://{host.address}:{port}"
-
-
-@pytest.fixture
-def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[TestClient]:
-    for name, value in SECRET.items():
-        monkeypatch.setenv(name, value)
-    with fresh_client("auto", cleanup_timeout="1s", process_exit_timeout="3s") as client:
-        yield client
-
-
 @pytest.fixture(params=[FAN_OUT, 1], ids=["flat", "deep"])
 def hosts(
-    request: pytest.FixtureRequest, client: TestClient, machines: list[netns.Host], monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest,
+    network_client: TestClient,
+    machines: list[netns.Host],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> HostMesh:
     """Deep: each host passes on to one other."""
     monkeypatch.setattr(casting, "FAN_OUT", request.param)
     monkeypatch.setattr(casting, "FEW", 1)
-    found = attach_to_workers(workers=[_url(machine) for machine in machines])
+    found = attach_to_workers(workers=[machine.url() for machine in machines])
     found.initialized.get(LIMIT_S)
     return found
 
@@ -202,7 +177,7 @@ def _links_to_processes(mesh: Any) -> int:
 
 
 class TestOverANetwork:
-    pytestmark = network
+    pytestmark = netns.needed()
 
     def test_a_cast_needs_no_links_to_the_processes(self, hosts: HostMesh) -> None:
         members = hosts.spawn_procs({"gpus": EACH}).spawn("member", Member)
@@ -249,11 +224,11 @@ class TestOverANetwork:
         assert [size >= 40 for size in sizes] == [True] * HOSTS * EACH
 
     def test_a_member_that_dies_in_the_middle_is_the_failure_of_its_rank(
-        self, hosts: HostMesh, client: TestClient, tmp_path: Path
+        self, hosts: HostMesh, network_client: TestClient, tmp_path: Path
     ) -> None:
         members = hosts.spawn_procs({"gpus": EACH}).spawn("member", Member)
         members.pid.call().get(LIMIT_S)
-        client.allow_faults()
+        network_client.allow_faults()
         (tmp_path / "die3").touch()
         waiting = members.wait.call_settled(str(tmp_path))
         (tmp_path / "go").touch()
@@ -264,19 +239,19 @@ class TestOverANetwork:
         assert [rank for rank, outcome in enumerate(again) if outcome != []] == [3]
 
     def test_a_host_that_dies_in_the_middle_is_the_failure_of_its_ranks(
-        self, client: TestClient, machines: list[netns.Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, network_client: TestClient, machines: list[netns.Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(casting, "FAN_OUT", 1)
         monkeypatch.setattr(casting, "FEW", 1)
-        with worker(_url(machines[1], PORT + 1), SECRET, machines[1].prefix) as served:
-            urls = [_url(machines[0]), served.url, _url(machines[2])]
+        with worker(machines[1].url(netns.PORT + 1), netns.SECRET, machines[1].prefix) as served:
+            urls = [machines[0].url(), served.url, machines[2].url()]
             hosts = attach_to_workers(workers=urls)
             hosts.initialized.get(LIMIT_S)
             members = hosts.spawn_procs({"gpus": EACH}).spawn("member", Member)
             members.pid.call().get(LIMIT_S)
             waiting = members.wait.call_settled(str(tmp_path))
             members.take.broadcast(1)
-            client.allow_faults()
+            network_client.allow_faults()
             served.kill()
             (tmp_path / "go").touch()
             outcomes = [*waiting.get(LIMIT_S).values()]

@@ -32,41 +32,18 @@ from monarch.testing import TestClient, fresh_client, wait_until_gone
 from monarch.transports.url import parse
 from tests.certificates import Authority, settings_of, variables
 from tests.mesh import netns
+from tests.mesh.netns import PORT, SECRET
 from tests.mesh.workers import worker
 
-_WHY_NOT = netns.why_not()
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(_WHY_NOT), reason=_WHY_NOT or "-")]
+pytestmark = netns.needed()
 
 LIMIT_S = 30.0
-PORT = 22222
-SECRET = {"MONARCH_SECRET": "a secret of these tests, long enough"}
-
-
-@pytest.fixture(scope="module")
-def machines() -> Iterator[list[netns.Host]]:
-    """Two hosts, each with a worker that no test kills."""
-    with ExitStack() as stack:
-        hosts = stack.enter_context(netns.network(2))
-        for host in hosts:
-            stack.enter_context(worker(url_of(host), SECRET, host.prefix))
-        yield hosts
-
-
-def url_of(host: netns.Host, port: int = PORT) -> str:
-    return f"tcp://{host.address}:{port}"
+HOSTS = 2
 
 
 @pytest.fixture
-def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[TestClient]:
-    for name, value in SECRET.items():
-        monkeypatch.setenv(name, value)
-    with fresh_client("auto", cleanup_timeout="1s", process_exit_timeout="3s") as client:
-        yield client
-
-
-@pytest.fixture
-def hosts(client: TestClient, machines: list[netns.Host]) -> HostMesh:
-    return attach_to_workers(workers=[url_of(machine) for machine in machines])
+def hosts(network_client: TestClient, machines: list[netns.Host]) -> HostMesh:
+    return attach_to_workers(workers=[machine.url() for machine in machines])
 
 
 class Member(Actor):
@@ -137,10 +114,10 @@ def test_a_cable_that_is_put_back_loses_repeats_and_reorders_nothing(
 
 
 def test_a_host_that_vanishes_is_reported_with_all_its_processes(
-    client: TestClient, machines: list[netns.Host]
+    network_client: TestClient, machines: list[netns.Host]
 ) -> None:
     with configured(host_timeout="1s"), fresh_client("auto", cleanup_timeout="1s") as quick:
-        hosts = attach_to_workers(workers=[url_of(machine) for machine in machines])
+        hosts = attach_to_workers(workers=[machine.url() for machine in machines])
         members = hosts.spawn_procs({"gpus": 2}).spawn("member", Member)
         pids = [pid for _, pid in members.place.call().get(LIMIT_S).values()]
         machines[1].cut()
@@ -155,23 +132,25 @@ def test_a_host_that_vanishes_is_reported_with_all_its_processes(
         wait_until_gone(pid, 90)
 
 
-def test_interpreters_that_are_held_are_no_failure(client: TestClient, machines: list[netns.Host]) -> None:
+def test_interpreters_that_are_held_are_no_failure(network_client: TestClient, machines: list[netns.Host]) -> None:
     with configured(host_timeout="1s"), fresh_client("auto", cleanup_timeout="1s"):
-        hosts = attach_to_workers(workers=[url_of(machine) for machine in machines])
+        hosts = attach_to_workers(workers=[machine.url() for machine in machines])
         members = hosts.spawn_procs({"gpus": 1}).spawn("member", Member)
         assert list(members.hold.call(8).get(LIMIT_S).values()) == ["done", "done"]
         ctypes.PyDLL(None).sleep(4)  # and so is the client
         assert len(members.place.call().get(LIMIT_S)) == 2
 
 
-def test_a_killed_worker_is_the_failure_of_its_host_alone(client: TestClient, machines: list[netns.Host]) -> None:
-    with worker(url_of(machines[1], PORT + 1), SECRET, machines[1].prefix) as served:
-        hosts = attach_to_workers(workers=[url_of(machines[0]), served.url])
+def test_a_killed_worker_is_the_failure_of_its_host_alone(
+    network_client: TestClient, machines: list[netns.Host]
+) -> None:
+    with worker(machines[1].url(PORT + 1), SECRET, machines[1].prefix) as served:
+        hosts = attach_to_workers(workers=[machines[0].url(), served.url])
         members = hosts.spawn_procs().spawn("member", Member)
         pids = [pid for _, pid in members.place.call().get(LIMIT_S).values()]
         served.kill()
-        client.expect_fault("member")
-        client.allow_faults()
+        network_client.expect_fault("member")
+        network_client.allow_faults()
         with pytest.raises(SupervisionError):
             members.slice(hosts=1).place.call().get(LIMIT_S)
         assert len(members.slice(hosts=0).place.call().get(LIMIT_S)) == 1
@@ -183,7 +162,7 @@ def test_a_stranger_without_the_secret_is_turned_away(
 ) -> None:
     monkeypatch.setenv("MONARCH_SECRET", "another secret, as long as the first")
     with fresh_client("auto"), configured(mesh_attach_config_timeout="1s"):
-        hosts = attach_to_workers(workers=[url_of(machines[0])])
+        hosts = attach_to_workers(workers=[machines[0].url()])
         with pytest.raises(RuntimeError, match=r"does not know this job's secret|closed the connection"):
             hosts.initialized.get(LIMIT_S)
 
@@ -212,7 +191,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 @pytest.fixture
 def behind_tls(authority: Authority, machines: list[netns.Host]) -> Iterator[list[str]]:
     env = SECRET | variables(authority.sign("worker"))
-    urls = [f"tls+{url_of(machine, PORT + 2)}" for machine in machines]
+    urls = [f"tls+{machine.url(PORT + 2)}" for machine in machines]
     with ExitStack() as stack:
         for url, machine in zip(urls, machines, strict=True):
             stack.enter_context(worker(url, env, machine.prefix))
@@ -220,7 +199,7 @@ def behind_tls(authority: Authority, machines: list[netns.Host]) -> Iterator[lis
 
 
 def test_all_that_hosts_say_to_each_other_is_encrypted(
-    authority: Authority, behind_tls: list[str], client: TestClient
+    authority: Authority, behind_tls: list[str], network_client: TestClient
 ) -> None:
     with fresh_client("auto", **settings_of(authority.sign("client")), cleanup_timeout="1s"):
         hosts = attach_to_workers(workers=behind_tls)
@@ -242,7 +221,7 @@ def test_all_that_hosts_say_to_each_other_is_encrypted(
 
 
 def test_a_client_with_a_certificate_that_has_expired_hears_it(
-    authority: Authority, behind_tls: list[str], client: TestClient
+    authority: Authority, behind_tls: list[str], network_client: TestClient
 ) -> None:
     with fresh_client("auto", **settings_of(authority.sign("late", days=-1)), cleanup_timeout="1s"):
         hosts = attach_to_workers(workers=behind_tls[:1])
@@ -254,10 +233,10 @@ def test_one_client_uses_tls_for_all_hosts_or_for_none(
     authority: Authority,
     machines: list[netns.Host],
     behind_tls: list[str],
-    client: TestClient,
+    network_client: TestClient,
 ) -> None:
     with fresh_client("auto", **settings_of(authority.sign("both")), cleanup_timeout="1s"):
-        assert attach_to_workers(workers=[url_of(machines[0])]).initialized.get(LIMIT_S)
+        assert attach_to_workers(workers=[machines[0].url()]).initialized.get(LIMIT_S)
         mixed = attach_to_workers(workers=behind_tls[:1])
         with pytest.raises(RuntimeError, match=r"use one of tcp and tls\+tcp for all"):
             mixed.initialized.get(LIMIT_S)
@@ -293,10 +272,10 @@ def test_a_client_that_nobody_can_dial_talks_through_a_worker() -> None:
     with ExitStack() as stack:
         first, second, inside = stack.enter_context(netns.network(3))
         for machine in (first, second):
-            stack.enter_context(worker(url_of(machine), SECRET, machine.prefix))
+            stack.enter_context(worker(machine.url(), SECRET, machine.prefix))
         subprocess.run([*inside.prefix, "ip", "route", "add", "blackhole", second.address], check=True)
         script = [sys.executable, "-c", textwrap.dedent(BEHIND_A_FIREWALL)]
-        command = [*inside.prefix, *script, url_of(first), url_of(second)]
+        command = [*inside.prefix, *script, first.url(), second.url()]
         env = os.environ | SECRET
         found = subprocess.run(command, env=env, capture_output=True, text=True, timeout=2 * LIMIT_S, check=False)
         assert found.stdout.startswith("reached") and not found.stderr, found.stderr
@@ -304,6 +283,6 @@ def test_a_client_that_nobody_can_dial_talks_through_a_worker() -> None:
             wait_until_gone(int(pid))
 
 
-def test_attach_is_for_programs_without_a_client(client: TestClient, machines: list[netns.Host]) -> None:
+def test_attach_is_for_programs_without_a_client(network_client: TestClient, machines: list[netns.Host]) -> None:
     with pytest.raises(RuntimeError, match="comes too late"):
-        attach(url_of(machines[0]))
+        attach(machines[0].url())

@@ -26,7 +26,7 @@
 #define PAUSE() atomic_signal_fence(memory_order_seq_cst)
 #endif
 
-enum { VERSION = 2 }; /* of what Python calls here; ring.py names the one that it needs */
+enum { VERSION = 3 }; /* of what Python calls here; ring.py names the one that it needs */
 enum { HEAD_BYTES = 256, MOST_PARTS = 32, LOOKS_EACH = 64 };
 #define SKIP UINT32_MAX
 
@@ -305,7 +305,7 @@ static PyObject *reader_pop(Ring *self, PyObject *after) {
     return NULL;
 }
 
-static PyObject *reader_rung(Ring *self, PyObject *unused) {
+static PyObject *reader_take_bell(Ring *self, PyObject *unused) {
     if (!is_ready(self)) return NULL;
     if (!self->armed || atomic_load_explicit(&self->ring->asleep, memory_order_relaxed)) Py_RETURN_FALSE;
     self->armed = 0;
@@ -415,7 +415,7 @@ static PyMethodDef writer_methods[] = {
 };
 static PyMethodDef reader_methods[] = {
     {"pop", (PyCFunction)reader_pop, METH_O, NULL},
-    {"rung", (PyCFunction)reader_rung, METH_NOARGS, NULL},
+    {"take_bell", (PyCFunction)reader_take_bell, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 static PyGetSetDef writer_fields[] = {

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _DATA_BYTES: Final = 128 << 10
 """Frames of more than an eighth of it go another way."""
 _HEAD_BYTES: Final = 256
-_VERSION: Final = 2
+_VERSION: Final = 3
 
 try:
     from monarch.transports import _ring as compiled

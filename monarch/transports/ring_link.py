@@ -132,7 +132,7 @@ class RingLink:
         try:
             if reader is not None:
                 frames = self._pop(reader)
-                if frames and not reader.rung():
+                if frames and not reader.take_bell():
                     return frames
             if not self._is_open and not self._open():
                 return frames

@@ -85,13 +85,13 @@ def test_only_a_sleeper_is_to_be_woken_and_once(ends):
     reader.attended = True
     writer.push([[b"a"]], 0)
     assert writer.rouse() and not writer.rouse()  # until somebody looks
-    assert reader.rung()
+    assert reader.take_bell()
     assert ring.fall_asleep((reader,)) == [0] and not writer.rouse()  # it may not sleep
     reader.pop(0)
     assert ring.fall_asleep((reader,)) == []
     writer.push([[b"b"]], 0)
-    assert not reader.rung() and writer.rouse() and not writer.rouse()
-    assert reader.rung() and not reader.rung()
+    assert not reader.take_bell() and writer.rouse() and not writer.rouse()
+    assert reader.take_bell() and not reader.take_bell()
 
 
 @compiled

@@ -47,10 +47,14 @@ def test_many_that_come_back_at_once_are_told_of_in_one_line(
     client = context().actor_instance
     runtime, key = client.proc_runtime, worker._procs[1].key
     gone = Down("killed", "the process was killed", signal=9)
-    for _ in range(1000):
-        lost = Envelope(Kind.CALL, key, worker._number, 0, runtime.key, client.actor_id.number, [b""], Flag.UNSURE)
-        runtime.bounce(lost, gone)
-    runtime.bounce(Envelope(Kind.CALL, key, worker._number, 0, runtime.key, client.actor_id.number, [b""]), gone)
+
+    def come_back() -> None:
+        for _ in range(1000):
+            lost = Envelope(Kind.CALL, key, worker._number, 0, runtime.key, client.actor_id.number, [b""], Flag.UNSURE)
+            runtime.bounce(lost, gone)
+        runtime.bounce(Envelope(Kind.CALL, key, worker._number, 0, runtime.key, client.actor_id.number, [b""]), gone)
+
+    runtime.gateway.call_later(0.0, come_back)  # on the thread that tells of them, which comes to it after all of them
 
     many, one = warnings.wait(2)
     assert many.startswith("message.maybe_delivered messages=1000 ")

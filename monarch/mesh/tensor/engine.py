@@ -16,6 +16,7 @@ import itertools
 import os
 import pickle
 import sys
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -332,9 +333,11 @@ class Engine:
             del self.failures[next(iter(self.failures))]
 
     def lost_by(self, error: BaseException) -> BaseException:
-        """A worker is gone: all who wait hear of it, for what they wait for may never come."""
+        """A worker is gone: all who wait hear of it, here and at other workers. What they wait for may never come."""
         if self.lost is None:
             self.lost = error
+            # Not here: it may be the driving thread, which must not block.
+            threading.Thread(target=self.depots.close.call_settled, name="monarch-tensors-lost", daemon=True).start()
         lost = error if isinstance(error, DeviceException) else DeviceException(f"a tensor worker is gone: {error}")
         for future in list(self._waiting):
             future._fail(lost)

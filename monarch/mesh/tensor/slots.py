@@ -113,3 +113,8 @@ class Depot(Actor):
     @endpoint
     def put(self, slot: Slot, value: Any, if_empty: bool = False) -> None:
         self._slots.put(slot, value, if_empty=if_empty)
+
+    @endpoint
+    def close(self) -> None:
+        """Nothing more will come."""
+        self._slots.close()

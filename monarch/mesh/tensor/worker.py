@@ -34,7 +34,7 @@ from monarch.mesh.tensor.commands import (
 )
 from monarch.mesh.tensor.groups import Groups, Pending, members
 from monarch.mesh.tensor.metadata import Meta, meta_of
-from monarch.mesh.tensor.slots import Slot, Slots, slots_here
+from monarch.mesh.tensor.slots import Slot, Slots, SlotsClosed, slots_here
 
 if TYPE_CHECKING:
     from monarch.mesh.actor_mesh import ActorMesh
@@ -314,7 +314,10 @@ class Worker(Actor):
 
     def _receive(self, command: Command) -> None:
         _, slots, result = command
-        self.table[result] = self._slots.take(slots[self.rank])
+        try:
+            self.table[result] = self._slots.take(slots[self.rank])
+        except SlotsClosed as error:
+            self._fail(error, result, 1)
 
     def _rank(self, command: Command) -> None:
         _, dim, result = command

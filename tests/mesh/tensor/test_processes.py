@@ -12,6 +12,7 @@ import torch
 import monarch
 from monarch import fetch_shard, inspect, remote
 from monarch.actor import ProcMesh, SupervisionError, this_host
+from monarch.mesh.tensor.engine import engine_of
 from monarch.testing import TestClient, fresh_client
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -108,3 +109,20 @@ def test_the_death_of_a_process_ends_what_waits_and_says_so():
             with pytest.raises(monarch.DeviceException, match="gone"):
                 inspect(x + 1)
         client.kill(procs.slice(gpus=0))
+
+
+def test_a_worker_that_waits_for_a_shard_of_a_process_that_died_waits_no_longer():
+    with fresh_client("shm", cleanup_timeout="1s") as client:
+        procs = this_host().spawn_procs({"gpus": 2}, name="mortal")
+        survivor, victim = procs.slice(gpus=0), procs.slice(gpus=1)
+        client.allow_faults()
+        late = remote(lambda x: time.sleep(60) or x, propagate=lambda x: x)
+        with victim.activate():
+            x = torch.ones(2)
+            inspect(x)
+            moved = late(x).to_mesh(survivor)
+        waiting = fetch_shard(moved)
+        client.kill(victim)
+        assert isinstance(waiting.exception(10), monarch.DeviceException)
+        assert engine_of(procs).workers.slice(gpus=0).holds.call_one().get(20) == 1
+        client.kill(survivor)

@@ -191,6 +191,7 @@ def main(replicas: int = 2, steps: int = 300, plot: str = "losses.png") -> float
             print(f"step {step:4}: loss {losses[-1]:.3f}, accuracy {accuracy:.3f}", flush=True)
     draw(losses, kill_at, Path(plot))
     restarts = sum(child.restarts for child in supervisor.children.call_one().get(60))
+    supervisor.stop().get(60)
     print(
         f"\n{steps} steps with {replicas} replicas in {time.perf_counter() - begun_s:.1f} s; "
         f"{restarts} restart{'' if restarts == 1 else 's'}, "

@@ -223,6 +223,7 @@ def actors(path: str) -> Iterator[tuple[Any, Any]]:
 def _while(owner: Any, reader: Any, what: str, offered: Sequence[RDMABuffer], times: int) -> tuple[float, float]:
     """The median of reads while the owner does something, and of those, in turns with them, while it does nothing."""
     buffer, end = offered
+    reader.set.call_one(end).get(_LIMIT_S)  # a first transfer asks the owner for its key
     idle, busy = [], []
     for _ in range(times):
         idle += reader.read.call_one(buffer, 3, False).get(_LIMIT_S)[0]

@@ -322,13 +322,16 @@ def accept_one(listener: Listener) -> Link:
     return wait_until(listener.accept_nowait, listener)[0]
 
 
+handing_down = pytest.mark.parametrize("transport", ["ipc", "shm", "shm without rings", "tcp"], indirect=True)
+
+
 @pytest.fixture
 def inherit(transport: Transport) -> Inherit:
-    if transport.inherit is None:
-        pytest.skip(f"{transport.scheme} hands no links down")
+    assert transport.inherit is not None
     return transport.inherit
 
 
+@handing_down
 def test_a_link_that_is_handed_down_is_as_any_other(inherit, listener):
     fds = [listener.hand_down() for _ in range(3)]
     ends = [accept_from(lambda each=each: inherit(each, "keeper", WAIT_S), listener) for each in reversed(fds)]
@@ -343,7 +346,8 @@ def test_a_link_that_is_handed_down_is_as_any_other(inherit, listener):
         end.abort()
 
 
-def test_an_heir_that_never_comes_disturbs_nobody(over_processes, inherit, listener):
+@handing_down
+def test_an_heir_that_never_comes_disturbs_nobody(transport, inherit, listener):
     before = len(os.listdir("/proc/self/fd"))
     for fd in [fd for _ in range(200) for fd in listener.hand_down()]:
         os.close(fd)
@@ -353,12 +357,13 @@ def test_an_heir_that_never_comes_disturbs_nobody(over_processes, inherit, liste
             link.recv_nowait()
         link.abort()
     assert len(os.listdir("/proc/self/fd")) <= before
-    left, right = dial_and_accept(over_processes, listener)
+    left, right = dial_and_accept(transport, listener)
     assert plain(exchange(left, right, FRAMES)) == FRAMES
     left.abort()
     right.abort()
 
 
+@handing_down
 def test_an_heir_of_a_listener_that_closed_is_told(inherit, listener):
     fds = listener.hand_down()
     listener.close()

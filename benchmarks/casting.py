@@ -193,8 +193,8 @@ def join(a: Node, b: Node, back_counts: Counts | None = None) -> None:
     dialer, acceptor = CountedLink("b", there, back, bells[0]), CountedLink("a", back, there, bells[1])
     dialer.counts = [a.counts]
     acceptor.counts = [b.counts] if back_counts is None else [b.counts, back_counts]
-    b.gateway._links.expect(acceptor, partial(b.gateway._on_hello, None))
-    a.gateway._greet(a.gateway.peer(b.proc_id), dialer, lambda *, silent, reason="": None)
+    b.gateway.peers._links.expect(acceptor, partial(b.gateway.peers._on_hello, None))
+    a.gateway.peers._greet(a.gateway.peers.of(b.proc_id), dialer, lambda *, silent, reason="": None)
 
 
 class Answers:
@@ -252,7 +252,7 @@ def simulate(members: int, per_host: int = PER_HOST, fan_out: int = FAN_OUT) -> 
         ranks = tuple(range(first, min(first + per_host, members)))
         own = [Node(world, "member", agent.proc_id) for _ in ranks]
         for each in own:
-            agent.gateway.peer(each.proc_id)
+            agent.gateway.peers.of(each.proc_id)
             join(each, agent)
         all_members += own
         hosts.append(Branch(agent.proc_id, tuple(each.key for each in own), ranks))

@@ -88,7 +88,7 @@ def _note_links(who: str) -> None:
     """Where messages leave and enter this process, whatever its links are."""
     gateway = context().actor_instance.proc_runtime.gateway
     _entered(Peer, "send", f"{who} addressed")
-    for link in {type(peer.link) for peer in gateway.peers.values() if peer.link is not None}:
+    for link in {type(peer.link) for peer in gateway.peers if peer.link is not None}:
         _entered(link, "send_nowait", f"{who} numbered")
         _left_with_something(link, "recv_nowait", f"{who} read")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from monarch.core.driver import Driver, Signal
@@ -17,7 +17,7 @@ _AGAIN_S: Final = 0.001
 
 
 def settle(
-    peers: Mapping[int, Peer],
+    peers: Iterable[Peer],
     driver: Driver,
     call_later: Callable[[float, Callable[[], None]], object],
     deadline_s: float,
@@ -28,7 +28,7 @@ def settle(
 
     def settled() -> bool:
         left = False
-        for peer in list(peers.values()):
+        for peer in peers:
             link = peer.link
             if link is None:
                 left = left or bool(peer.session.unacked and peer.dialing is not None and not peer.said_goodbye)

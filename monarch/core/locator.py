@@ -41,7 +41,7 @@ class Locator:
 
     def launch(self, proc: ProcId) -> None:
         """A process that this one keeps is about to start: what came too early for it goes on, in its order."""
-        self._proc.gateway.peer(proc)
+        self._proc.gateway.peers.of(proc)
         with self._lock:
             is_wanted = proc.key in self.unlaunched
         if is_wanted:
@@ -96,7 +96,7 @@ class Locator:
 
     def _on_locate(self, envelope: Envelope, proc: ProcId, domains: list[str]) -> None:
         """Another process, which is in these domains, asks for one that we know: answer once it is up, or gone."""
-        if self._proc.gateway.keeps(proc):
+        if self._proc.gateway.peers.keeps(proc):
             self.when_known(proc.key, lambda: self._tell_where(envelope, proc.key, domains))
         else:
             self._tell_where(envelope, proc.key, domains)
@@ -112,12 +112,12 @@ class Locator:
             if peer.down is not None:
                 self._proc.answer(envelope, "gone", peer.down)
             elif peer.state is State.UP:
-                if self._proc.gateway.keeps(peer.proc) and self.openings and best(peer.address, domains) is None:
+                if self._proc.gateway.peers.keeps(peer.proc) and self.openings and best(peer.address, domains) is None:
                     self._have_opened(envelope, peer)
                 else:
                     self._proc.answer(envelope, "at", peer.address)
 
-        self._proc.gateway.when_settled(peer, settled)
+        self._proc.gateway.peers.when_settled(peer, settled)
 
     def _have_opened(self, envelope: Envelope, peer: Peer) -> None:
         """Answer with the places of a process once it listens at our openings."""

@@ -8,7 +8,7 @@
     any ──── evidence of its end, or too long without a link ──────────────────────► GONE ◄────┘
 ```
 
-The transitions are the gateway's. Here is how frames leave. A lone frame leaves at once, from the thread that sends
+The transitions are made in `peers`. Here is how frames leave. A lone frame leaves at once, from the thread that sends
 it. One who goes on sending without waiting for anything sends the first `_BURST` so, and then `_SEND_EVERY` together;
 the rest leaves with the next pump, which an idle side thread makes within a millisecond. 1000 calls at a time: over tcp
 22 k/s when all go one by one, and 45 k/s so; over ipc 48 and 62 k/s.

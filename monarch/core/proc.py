@@ -20,9 +20,10 @@ from monarch.core.crossing import Crossings
 from monarch.core.driver import make_driver
 from monarch.core.envelope import MESSAGE_TTL, CallKey, Envelope, Flag, Kind
 from monarch.core.future import Future
-from monarch.core.gateway import Gateway, Limits
+from monarch.core.gateway import Gateway
 from monarch.core.ids import ActorId, ProcId
 from monarch.core.instance import Instance, Sender
+from monarch.core.limits import Limits
 from monarch.core.locator import Locator
 from monarch.core.monitor import Down, Monitors, PeerGone
 from monarch.core.peer import Peer
@@ -82,7 +83,7 @@ class Proc:
         self.ports: dict[int, Sink] = {}
         self.handlers: dict[str, Callable[..., None]] = {
             "watch": self._on_watch,
-            "proc_gone": lambda envelope, proc, down: self.gateway.process_ended(proc, down),
+            "proc_gone": lambda envelope, proc, down: self.gateway.peers.process_ended(proc, down),
         }
         self.cleanup_timeout_s = 3.0
         self.release_timeout_s = 10.0
@@ -142,13 +143,13 @@ class Proc:
         """Where large buffers of a message to those processes are best put, for the encoder; None: anywhere."""
         if len(keys) == 1:
             return self.memory_for_one(keys[0])
-        if self._shared is None or all(map(self.gateway.is_far, keys)):
+        if self._shared is None or all(map(self.gateway.peers.is_far, keys)):
             return None
         return self._memory_for(len(keys))
 
     def memory_for_one(self, key: int) -> codec.Allocate | None:
         """As `memory_for`."""
-        return None if key == self.key or self.gateway.is_far(key) else self._for_one
+        return None if key == self.key or self.gateway.peers.is_far(key) else self._for_one
 
     def _memory_for(self, receivers: int) -> codec.Allocate:
         shared = self._shared
@@ -170,7 +171,7 @@ class Proc:
         down = self.gateway.send(envelope, proc, may_wait=may_wait)
         if down is None:
             return
-        if proc is None or not self.gateway.keeps(proc) or self.gateway.is_closed:
+        if proc is None or not self.gateway.peers.keeps(proc) or self.gateway.is_closed:
             self.bounce(envelope, down)
         else:
             self.locator.when_known(proc.key, lambda: self._send_again(envelope))
@@ -415,7 +416,7 @@ class Proc:
         self.backpressure.close()
         self.relay.close()
         down = Down("stopped", f"process {self.proc_id.uid}, which waits for it, has closed its links")
-        for peer in list(self.gateway.peers.values()):
+        for peer in self.gateway.peers:
             if peer.down is None:
                 for sink in list(self.ports.values()):
                     sink.proc_gone(peer.key, down)

@@ -443,7 +443,7 @@ class Relay:
                 self._origins.clear()
             origin = self._origins[name] = ProcId.from_string(name.decode())
         if origin.key not in self._proc.gateway.peers:
-            self._proc.gateway.peer(origin)
+            self._proc.gateway.peers.of(origin)
         return origin
 
     def speaks_to(self, key: int) -> None:

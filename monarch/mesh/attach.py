@@ -53,7 +53,7 @@ class Attachment:
         limit_s = settings.get("mesh_attach_config_timeout")
         address = "" if isinstance(worker, Future) else _place(worker, secret)
         self.host = ProcId(Uid.instance(label), address)
-        self._peer = runtime.gateway.attach(self.host, limit_s)
+        self._peer = runtime.gateway.peers.attach(self.host, limit_s)
         config = {name: value for name, value in settings.export().items() if name not in _OWN_HOST}
         path = tuple(os.path.abspath(folder) for folder in sys.path)
         self.answer = runtime.request(self.host, "attach", config, path)
@@ -77,11 +77,11 @@ class Attachment:
             why = f"{type(error).__name__}: {error}"
             self._runtime.gateway.call_later(0.0, lambda: self._give_up(why))  # ends are told on the driving thread
         else:
-            self._runtime.gateway.release(self._peer, address)
+            self._runtime.gateway.peers.release(self._peer, address)
 
     def _give_up(self, why: str) -> None:
         if self._peer.state is State.NEW and self._peer.is_on_hold:
-            self._runtime.gateway.declare_gone(self.host, Down("unreachable", why))
+            self._runtime.gateway.peers.declare_gone(self.host, Down("unreachable", why))
 
     def failure(self) -> Exception | None:
         """Why attaching has failed; None: it has not. Call it once `answer` is there."""
@@ -133,7 +133,7 @@ def _be_reachable(runtime: MeshProc, url: str, secret: bytes | None) -> None:
         place = runtime.gateway.open(opening, secret)
         runtime.gateway.ways.secrets[domain] = secret
         runtime.locator.openings.append((opening, secret))
-        for peer in list(runtime.gateway.peers.values()):
+        for peer in runtime.gateway.peers:
             if peer.proc.keeper is not None and peer.proc.keeper.key == runtime.key:
                 runtime.tell(peer.proc, "join", dict(runtime.gateway.ways.secrets))
     log.info("client.reachable", address=place.url, by=url)

@@ -65,7 +65,7 @@ def send_to_all(runtime: Proc, message: Envelope, targets: Targets, seqs: Mappin
         runtime.relay.cast(message, branches, seqs)
     passed_on = {at for _, ats in far for at in ats}
     for at in passed_on:
-        runtime.gateway.peer(targets[at][1])  # known from now on: it is gone when its host is
+        runtime.gateway.peers.of(targets[at][1])  # known from now on: it is gone when its host is
     for at, (key, proc) in enumerate(targets):
         if at not in passed_on:
             runtime.send(message.for_member(key, at, seqs.get(at, 0), list(message.parts)), proc)
@@ -77,7 +77,7 @@ def tell_all(runtime: Proc, procs: Sequence[ProcId], *message: Any) -> None:
     """Tell the agents of these processes something that has no answer. Does not wait, and dials nobody on another
     host: its agent passes it on to those to which there is no link."""
     news = Envelope(Kind.SYSTEM, 0, PROC_AGENT, 0, runtime.key, PROC_AGENT, codec.encode(message), Flag.SILENT)
-    far = [(proc.key, proc) for proc in procs if not runtime.gateway.is_linked(proc)]
+    far = [(proc.key, proc) for proc in procs if not runtime.gateway.peers.is_linked(proc)]
     branches = [_branch(host, far, ats) for host, ats in _by_host(runtime, far)]
     if branches:
         runtime.relay.cast(news, branches, _UNNUMBERED)
@@ -101,7 +101,7 @@ def routes(runtime: Proc, targets: Targets, few: int | None = None) -> Routes:
     for host, ranks in far:
         if len(ranks) <= few and len(far) <= FAN_OUT:
             continue
-        elsewhere = gateway.is_elsewhere(host)
+        elsewhere = gateway.peers.is_elsewhere(host)
         if elsewhere is None:
             lasting = False
         elif elsewhere:
@@ -110,12 +110,12 @@ def routes(runtime: Proc, targets: Targets, few: int | None = None) -> Routes:
     fan_out = FAN_OUT
     if len(hosts) > FAN_OUT:
         # An agent that is not up could be refused by others; and each brings the answers of its host here.
-        peers = [gateway.connect(host.host) for host in hosts]
+        peers = [gateway.peers.connect(host.host) for host in hosts]
         if any(peer.state is not State.UP for peer in peers):
             fan_out, lasting = len(hosts), False
     for branch in hosts:
         for rank in branch.ranks:
-            gateway.peer(targets[rank][1])  # known from now on: it is gone when its host is
+            gateway.peers.of(targets[rank][1])  # known from now on: it is gone when its host is
     return Routes(tuple(sorted(direct)), tree(hosts, fan_out), lasting)
 
 

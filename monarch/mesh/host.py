@@ -228,7 +228,7 @@ class HostAgent:
         runtime.handlers["output"] = self._on_output
         runtime.on_proc_gone.append(self._on_owner_gone)
         runtime.on_proc_gone.append(self._on_lost_with_host)
-        runtime.gateway.on_lost_child = self._on_lost
+        runtime.gateway.peers.on_lost_child = self._on_lost
 
     def _on_launch(self, envelope: Envelope, owner: ActorId, requests: list[LaunchRequest]) -> None:
         self.launch(owner, requests)
@@ -299,7 +299,7 @@ class HostAgent:
                 runtime.tell(launched.owner.proc, "proc_gone", proc, down)
             self._forget(proc.key)
 
-        runtime.gateway.process_ended(proc, down, read)
+        runtime.gateway.peers.process_ended(proc, down, read)
 
     def _on_lost(self, key: int) -> None:
         """The link to a process broke, which may still run. Twice, for its connections do not close all at once."""
@@ -338,7 +338,7 @@ class HostAgent:
         def known(key: int) -> None:
             peer = runtime.gateway.peers.get(key)
             if peer is not None:
-                runtime.gateway.when_settled(peer, partial(settled, key))
+                runtime.gateway.peers.when_settled(peer, partial(settled, key))
             elif not answered[0]:
                 answered[0] = True
                 runtime.answer(envelope, "down", "its host does not know this process")

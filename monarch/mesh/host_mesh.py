@@ -337,7 +337,7 @@ def _launched(name: str, region: Region, requests: Sequence[LaunchRequest]) -> P
     runtime.books.owners.setdefault(owner.actor_id.number, owner)
     for host, each in asked.items():
         for proc in hosts[host]:
-            runtime.gateway.peer(proc)  # known from now on: it is gone when its host is
+            runtime.gateway.peers.of(proc)  # known from now on: it is gone when its host is
         runtime.tell(host, "launch", owner.actor_id, each)
     return ProcMesh(name, [request.proc for request in requests], region, owned)
 

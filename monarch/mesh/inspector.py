@@ -149,7 +149,7 @@ class Collector:
         return Snapshot(_program(), os.getpid(), tuple(hosts), with_stacks)
 
     def _ask_elsewhere(self, with_stacks: bool, only: Collection[int] | None) -> list[Future[tuple[Any, ...]]]:
-        peers = [peer for peer in list(self._runtime.gateway.peers.values()) if peer.attach_limit_s]
+        peers = [peer for peer in self._runtime.gateway.peers if peer.attach_limit_s]
         up = [peer.proc for peer in peers if peer.down is None and peer.pid]
         return [self._runtime.request(host, "snapshot", with_stacks, only) for host in up]
 

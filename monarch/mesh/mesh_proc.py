@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from monarch.core import settings
-from monarch.core.gateway import Limits
 from monarch.core.ids import ProcId
 from monarch.core.instance import Instance
+from monarch.core.limits import Limits
 from monarch.core.monitor import Down
 from monarch.core.proc import Proc
 from monarch.mesh.agent import ProcAgent

@@ -37,10 +37,10 @@ def attend_no_more(runtime: Proc) -> None:
 def await_starts(runtime: Proc, limit_s: float) -> None:
     """Give the processes that are starting time to take what they were sent."""
     deadline_s = time.monotonic() + limit_s
-    peers = [peer for peer in list(runtime.gateway.peers.values()) if peer.state is State.NEW and peer.session.unacked]
+    peers = [peer for peer in runtime.gateway.peers if peer.state is State.NEW and peer.session.unacked]
     changed = Signal()
     for peer in peers:
-        runtime.gateway.when_settled(peer, changed.notify)
+        runtime.gateway.peers.when_settled(peer, changed.notify)
     while any(peer.state is State.NEW for peer in peers) and time.monotonic() < deadline_s:
         changed.clear()
         runtime.driver.wait(changed, deadline_s - time.monotonic())

@@ -81,7 +81,7 @@ class ThreadStarter:
         group = ThreadGroup(os.getpid(), runtime, report)
         runtime.agent.on_end = lambda: group._end(Exit(group.pid, code=0))
         assert boot.proc.keeper is not None
-        runtime.gateway.connect(boot.proc.keeper)
+        runtime.gateway.peers.connect(boot.proc.keeper)
         return group
 
     def close(self, timeout_s: float) -> None:

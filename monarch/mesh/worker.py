@@ -161,7 +161,7 @@ class Worker:
             self._links.refuse(link, reason)
             return
         self._links.release(link)
-        tenant.runtime.gateway.adopt(link, frames)
+        tenant.runtime.gateway.peers.adopt(link, frames)
 
     # ---- agents
 

@@ -50,13 +50,13 @@ def faults_between(sender: Proc, receiver: Proc, seed: int = 0, timeout_s: float
         TypeError: the link is not one within this process.
         TimeoutError: there is none within `timeout_s`.
     """
-    peer = sender.gateway.peer(receiver.proc_id)
+    peer = sender.gateway.peers.of(receiver.proc_id)
     deadline_s = time.monotonic() + timeout_s
     while (link := peer.link) is None:
         if peer.down is not None:
             raise LookupError(f"process {receiver.proc_id.uid} is gone: {peer.down}")
         up = threading.Event()
-        sender.gateway.when_settled(peer, up.set)
+        sender.gateway.peers.when_settled(peer, up.set)
         if not up.wait(deadline_s - time.monotonic()):
             raise TimeoutError(
                 f"no link from {sender.proc_id.uid} to {receiver.proc_id.uid} within {timeout_s:g} s; it is made when "

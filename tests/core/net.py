@@ -8,8 +8,8 @@ import threading
 from typing import Any
 
 from monarch.core.envelope import Envelope, Flag, Kind
-from monarch.core.gateway import Limits
 from monarch.core.ids import ProcId, Uid
+from monarch.core.limits import Limits
 from monarch.core.monitor import Down
 from monarch.core.peer import Peer
 from monarch.core.proc import Proc

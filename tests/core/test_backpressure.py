@@ -29,7 +29,7 @@ def waiting(proc: Proc, target: tuple[int, int]) -> threading.Thread:
     "end",
     [
         lambda here, there: there.tell(here.proc_id, "mailbox_room", (there.key, ACTOR)),
-        lambda here, there: here.gateway.declare_gone(there.proc_id, Down("killed", "it was killed")),
+        lambda here, there: here.gateway.peers.declare_gone(there.proc_id, Down("killed", "it was killed")),
         lambda here, there: here.close(0.1),
     ],
     ids=["room", "the process is gone", "this process closes"],

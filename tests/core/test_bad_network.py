@@ -11,8 +11,8 @@ from contextlib import suppress
 
 import pytest
 
-from monarch.core.gateway import Limits
 from monarch.core.ids import ProcId, Uid
+from monarch.core.limits import Limits
 from monarch.core.proc import Proc
 from monarch.transports import registry
 from tests.core.net import LIMIT_S, SECRET, Collector, peer, send, until

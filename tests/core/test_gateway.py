@@ -14,7 +14,7 @@ import pytest
 from attrs import evolve
 from net import LIMIT_S, SECRET, Collector, Net, cut, descriptors, peer, send, until, value
 
-from monarch.core import gateway as gateway_module
+from monarch.core import peers as peers_module
 from monarch.core.driver import Signal
 from monarch.core.envelope import Envelope, Kind
 from monarch.core.future import Future
@@ -107,8 +107,8 @@ def test_both_may_dial_at_once_and_one_link_stays(net: Net) -> None:
         _join(_threads(lambda: talk(a, b, at_b[0]), lambda: talk(b, a, at_a[0])))
         until(lambda: len(at_a[1].got) == len(at_b[1].got) == 20)
         assert _numbers(at_a[1].got, b"x") == _numbers(at_b[1].got, b"x") == list(range(20))
-        until(lambda: not a.gateway._links.new and not b.gateway._links.new)
-        assert len(a.gateway._links) == len(b.gateway._links) == 1
+        until(lambda: not a.gateway.peers._links.new and not b.gateway.peers._links.new)
+        assert len(a.gateway.peers._links) == len(b.gateway.peers._links) == 1
         assert peer(a, b).we_dialed != peer(b, a).we_dialed
 
 
@@ -181,7 +181,7 @@ def test_a_peer_that_is_gone_is_never_accepted_again_and_does_not_dial_wildly(ne
     at_a, at_b = net.port(a), net.port(b)
     send(a, b, at_b[0], b"hello")
     until(lambda: at_b[1].got)
-    a.gateway.declare_gone(b.proc_id, Down("unreachable", "it is said to be gone"))
+    a.gateway.peers.declare_gone(b.proc_id, Down("unreachable", "it is said to be gone"))
     send(b, a, at_a[0], b"I live", reply_port=at_b[0])
     until(lambda: at_b[1].bounces)
 
@@ -237,9 +237,9 @@ def test_an_address_behind_a_keeper_is_asked_for(net: Net) -> None:
     child = net.proc("child", keeper=keeper.proc_id)
     number, at_child = net.port(child)
     known = ProcId(child.proc_id.uid, "", keeper.proc_id)
-    keeper.gateway.peer(known)
+    keeper.gateway.peers.of(known)
     a.send(value(a, child, number, b"early"), known)  # the keeper does not know yet where it listens
-    child.gateway.connect(keeper.proc_id)
+    child.gateway.peers.connect(keeper.proc_id)
     until(lambda: at_child.got == [b"early"])
 
     assert peer(a, child).address == child.gateway.address
@@ -257,7 +257,7 @@ def test_a_process_that_is_not_launched_yet_is_waited_for(net: Net, sender: str)
     a.send(early, known)
     until(lambda: child.key in keeper.locator.unlaunched)
     keeper.locator.launch(known)
-    child.gateway.connect(keeper.proc_id)
+    child.gateway.peers.connect(keeper.proc_id)
     until(lambda: at_child.got == [b"early"])
     assert not waiting.bounces
 
@@ -287,8 +287,8 @@ def test_a_keeper_remembers_why_a_process_is_gone_that_it_has_forgotten(net: Net
     keeper, a = net.proc("keeper"), net.proc("a")
     child = ProcId(Uid.instance("child"), "", keeper.proc_id)
     down = Down("killed", "out of memory", 42, "h", None, 9)
-    keeper.gateway.declare_gone(child, down)
-    del keeper.gateway.peers[child.key]
+    keeper.gateway.peers.declare_gone(child, down)
+    del keeper.gateway.peers._by_key[child.key]
     error = a.request(child, "never").exception(LIMIT_S)
     assert isinstance(error, PeerGone) and error.down == down
 
@@ -299,12 +299,12 @@ def test_a_keeper_says_why_its_process_is_gone(net: Net) -> None:
     stranger = ProcId(Uid.instance("stranger"), "", keeper.proc_id)
     answer, waiting = net.port(a)
     keeper.unborn_limit_s = 0.05
-    keeper.gateway.peer(child)
+    keeper.gateway.peers.of(child)
     for dst in (child, stranger):
         a.send(Envelope(Kind.PORT, dst.key, 0, 1, a.key, 0, [b"x"], 4, reply_port=answer), dst)
     until(lambda: waiting.bounces)
     assert "its host does not know this process" in waiting.bounces[0][1].reason
-    keeper.gateway.declare_gone(child, Down("killed", "out of memory", 42, "h", None, 9))
+    keeper.gateway.peers.declare_gone(child, Down("killed", "out of memory", 42, "h", None, 9))
     until(lambda: len(waiting.bounces) == 2)
     assert waiting.bounces[1][1] == Down("killed", "out of memory", 42, "h", None, 9)
 
@@ -313,11 +313,11 @@ def test_a_keeper_says_why_its_process_is_gone(net: Net) -> None:
 def test_the_last_words_of_a_process_that_has_ended_come_before_its_end(
     quick_net: Net, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
-    monkeypatch.setattr(gateway_module, "_LAST_WORDS_LIMIT_S", 60.0 if end == "arrives" else 0.05)
+    monkeypatch.setattr(peers_module, "_LAST_WORDS_LIMIT_S", 60.0 if end == "arrives" else 0.05)
     keeper = quick_net.proc("keeper")
     child = quick_net.proc("child", keeper=keeper.proc_id)
     number, heard = quick_net.port(keeper)
-    child.gateway.connect(keeper.proc_id)
+    child.gateway.peers.connect(keeper.proc_id)
     until(lambda: keeper.key in child.gateway.peers and peer(child, keeper).state is State.UP)
     link: Any = peer(child, keeper).link
     faults = Faults(link)
@@ -325,7 +325,7 @@ def test_the_last_words_of_a_process_that_has_ended_come_before_its_end(
     send(child, keeper, number, b"last words")
     order: list[str] = []
     down = Down("exited", "it is over")
-    keeper.gateway.process_ended(child.proc_id, down, lambda: order.append("".join(map(bytes.decode, heard.got))))
+    keeper.gateway.peers.process_ended(child.proc_id, down, lambda: order.append("".join(map(bytes.decode, heard.got))))
     if end == "arrives":
         assert not order and not heard.gone
         faults.release()
@@ -336,7 +336,7 @@ def test_the_last_words_of_a_process_that_has_ended_come_before_its_end(
     assert order == ["last words" if end == "arrives" else ""]
     assert heard.gone == [(child.key, down)]
 
-    keeper.gateway.process_ended(child.proc_id, down, lambda: order.append("again"))
+    keeper.gateway.peers.process_ended(child.proc_id, down, lambda: order.append("again"))
     assert order[1:] == ["again"] and len(heard.gone) == 1
 
 
@@ -360,7 +360,7 @@ def test_an_unknown_destination_is_refused_at_once(quick_net: Net) -> None:
 
 
 def _send_via(src: Proc, relay: Proc, envelope: Envelope) -> None:
-    found = src.gateway.connect(relay.proc_id)
+    found = src.gateway.peers.connect(relay.proc_id)
     found.send(envelope.frame())
 
 
@@ -368,7 +368,7 @@ def test_a_gateway_relays_and_bounces_what_it_cannot(net: Net) -> None:
     a, relay, b = net.proc("a"), net.proc("relay"), net.proc("b")
     number, at_b = net.port(b)
     answer, waiting = net.port(a)
-    relay.gateway.connect(b.proc_id)
+    relay.gateway.peers.connect(b.proc_id)
     _send_via(a, relay, value(a, b, number, b"relayed"))
     until(lambda: at_b.got == [b"relayed"])
     assert b.key not in a.gateway.peers
@@ -428,7 +428,7 @@ def test_senders_that_wait_for_room_hear_of_the_end(net: Net) -> None:
     sender = _threads(talk)
     try:
         until(lambda: b.key in a.gateway.peers and peer(a, b).waiting_for_room)
-        a.gateway.call_later(0, lambda: a.gateway.declare_gone(b.proc_id, Down("killed", "it was killed")))
+        a.gateway.call_later(0, lambda: a.gateway.peers.declare_gone(b.proc_id, Down("killed", "it was killed")))
         _join(sender)
     finally:
         at_b.gate.set()
@@ -461,7 +461,7 @@ def test_a_close_while_dialing_leaves_no_thread_and_no_link(net: Net) -> None:
         number, _ = net.port(b)
         send(a, b, number, b"x")
         a.close(0.0)
-        until(lambda: not a.gateway._links)
+        until(lambda: not a.gateway.peers._links)
 
 
 # ---- strangers
@@ -489,7 +489,7 @@ def test_a_hello_of_another_version_is_dropped_with_a_warning(net: Net, caplog: 
     link.abort()
 
     assert "link.refused" in caplog.text and "wire version 77" in caplog.text
-    assert not a.gateway.peers and not a.gateway._links
+    assert not a.gateway.peers and not a.gateway.peers._links
 
 
 @pytest.mark.parametrize("frame", [[b""], [b"nonsense"], [bytes(24)], [SESSION.pack(FrameType.DATA, 1, 0), b"x"]])
@@ -502,7 +502,7 @@ def test_nonsense_is_dropped_with_a_warning(
         link.send_nowait([frame])
         until(lambda: _dropped(link))
     link.abort()
-    assert "link.refused" in caplog.text and not a.gateway._links
+    assert "link.refused" in caplog.text and not a.gateway.peers._links
 
 
 def test_a_connection_that_says_nothing_is_dropped(net: Net) -> None:
@@ -510,7 +510,7 @@ def test_a_connection_that_says_nothing_is_dropped(net: Net) -> None:
     link = _dial(net, a)
     until(lambda: _dropped(link))
     link.abort()
-    assert not a.gateway._links and not a.gateway._links.new
+    assert not a.gateway.peers._links and not a.gateway.peers._links.new
 
 
 @pytest.mark.parametrize("trouble", ["nonsense", "received too much", "ends"])
@@ -578,8 +578,8 @@ def test_a_link_is_dropped_once_even_if_its_descriptor_has_another_owner_by_then
     assert old is not None
     cut(a, b)
     until(lambda: peer(b, a).link not in (None, old))
-    b.gateway._links.drop(old)
-    b.gateway._links.drop_if_silent(old)
+    b.gateway.peers._links.drop(old)
+    b.gateway.peers._links.drop_if_silent(old)
     send(a, b, number, b"2")
     until(lambda: at_b.got == [b"1", b"2"])
 
@@ -651,19 +651,19 @@ def test_timers_run_in_the_order_in_which_they_are_due(net: Net) -> None:
 def test_a_kept_process_is_given_up_only_by_the_break_that_lasts(quick_net: Net) -> None:
     keeper = quick_net.proc("keeper", message_delivery_timeout_s=0.5)
     child = quick_net.proc("child", keeper=keeper.proc_id)
-    keeper.gateway.peer(child.proc_id)
-    child.gateway.connect(keeper.proc_id)
+    keeper.gateway.peers.of(child.proc_id)
+    child.gateway.peers.connect(keeper.proc_id)
     until(lambda: keeper.gateway.peers[child.key].state is State.UP)
     found = keeper.gateway.peers[child.key]
     cut(keeper, child)
     until(lambda: found.breaks == 1 and found.state is State.UP)
-    keeper.gateway._give_up_broken(found, 1)  # comes when the link is up
+    keeper.gateway.peers._give_up_broken(found, 1)  # comes when the link is up
     assert found.state is State.UP
     with found.lock:
         found.state, found.breaks = State.BROKEN, 2
-    keeper.gateway._give_up_broken(found, 1)  # comes for the first break, during the second
+    keeper.gateway.peers._give_up_broken(found, 1)  # comes for the first break, during the second
     assert found.down is None
-    keeper.gateway._give_up_broken(found, 2)
+    keeper.gateway.peers._give_up_broken(found, 2)
     assert found.state is State.GONE
 
 

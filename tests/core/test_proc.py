@@ -234,5 +234,5 @@ def test_a_port_that_raises_does_not_keep_others_from_hearing_of_an_end(
     broken.proc_gone = lambda key, down: 1 / 0  # type: ignore[method-assign,assignment,return-value]
     a.on_proc_gone += [lambda key, down: 1 / 0, lambda key, down: hooked.append(key)]  # type: ignore[list-item,return-value]
     with caplog.at_level(logging.CRITICAL, "monarch"):
-        a.gateway.declare_gone(b.proc_id, _DOWN)
+        a.gateway.peers.declare_gone(b.proc_id, _DOWN)
     assert waiting.gone == [(b.key, _DOWN)] and hooked == [b.key]

@@ -13,8 +13,8 @@ from monarch.core import codec
 from monarch.core.cast import Branch, tree
 from monarch.core.driver import Signal
 from monarch.core.envelope import Envelope, Flag, Kind
-from monarch.core.gateway import Limits
 from monarch.core.ids import ProcId, Uid
+from monarch.core.limits import Limits
 from monarch.core.mailbox import Mailbox
 from monarch.core.monitor import Down
 from monarch.core.peer import Peer
@@ -37,8 +37,8 @@ class Member(Proc):
         self.spawned: list[int] = []
         self.handlers["spawn"] = lambda envelope: self.spawned.append(envelope.dst_actor)
         self.gateway.listen("inproc://")
-        agent.gateway.peer(self.proc_id)
-        self.gateway.connect(agent.proc_id)
+        agent.gateway.peers.of(self.proc_id)
+        self.gateway.peers.connect(agent.proc_id)
         net.procs.append(self)
 
     def _deliver_call(self, envelope: Envelope) -> None:
@@ -83,10 +83,10 @@ class World:
         self.each, self.fan_out = each, fan_out
         self.counts = [0] * len(self.members)
         for agent in self.agents:
-            self.root.gateway.connect(agent.proc_id)
+            self.root.gateway.peers.connect(agent.proc_id)
         for member in self.members:
-            self.root.gateway.peer(member.proc_id)
-        until(lambda: all(peer.link is not None for agent in self.agents for peer in agent.gateway.peers.values()))
+            self.root.gateway.peers.of(member.proc_id)
+        until(lambda: all(peer.link is not None for agent in self.agents for peer in agent.gateway.peers))
 
     def branches(self, ranks: Sequence[int] | None = None) -> tuple[Branch, ...]:
         hosts = []
@@ -217,14 +217,14 @@ def test_a_member_that_dies_is_told_to_who_has_cast_to_it(net: Net) -> None:
         member.replies = None
     world.cast(b"x", answers.number)
     until(lambda: all(member.got for member in world.members))
-    world.agents[1].gateway.process_ended(world.members[3].proc_id, Down("killed", "it was killed"))
+    world.agents[1].gateway.peers.process_ended(world.members[3].proc_id, Down("killed", "it was killed"))
     until(lambda: answers.gone == {world.members[3].key})
 
 
 def test_casts_to_a_member_that_is_gone_bounce_for_its_rank_alone(net: Net) -> None:
     world = World(net, hosts=2, each=2, fan_out=1)
     answers = Answers(world.root)
-    world.agents[1].gateway.declare_gone(world.members[2].proc_id, Down("killed", "it was killed"))
+    world.agents[1].gateway.peers.declare_gone(world.members[2].proc_id, Down("killed", "it was killed"))
     world.cast(b"x", answers.number)
     until(lambda: len(answers.got) == 3)
     until(lambda: answers.bounced_ranks == [2])
@@ -238,8 +238,8 @@ def test_hosts_below_an_agent_that_dies_get_the_cast_once_all_the_same(net: Net)
     world.cast(b"x", answers.number)
     until(lambda: len(answers.got) == 2)
     middle.close(0.0)
-    world.root.gateway.declare_gone(middle.proc_id, Down("unreachable", "its host is gone"))
-    world.agents[0].gateway.declare_gone(middle.proc_id, Down("unreachable", "its host is gone"))
+    world.root.gateway.peers.declare_gone(middle.proc_id, Down("unreachable", "its host is gone"))
+    world.agents[0].gateway.peers.declare_gone(middle.proc_id, Down("unreachable", "its host is gone"))
     until(lambda: answers.got.keys() == {0, 1, 4, 5})
     until(lambda: sorted(answers.bounced_ranks) == [2, 3])
     until(lambda: not world.root.relay._sent)
@@ -249,7 +249,7 @@ def test_hosts_below_an_agent_that_dies_get_the_cast_once_all_the_same(net: Net)
 def test_a_host_that_an_agent_cannot_reach_is_reached_by_who_casts(net: Net) -> None:
     world = World(net, hosts=3, each=1, fan_out=1)
     answers = Answers(world.root)
-    world.agents[0].gateway.declare_gone(world.agents[1].proc_id, Down("unreachable", "no way"))
+    world.agents[0].gateway.peers.declare_gone(world.agents[1].proc_id, Down("unreachable", "no way"))
     for number in range(3):
         world.cast(b"%d" % number, answers.number if number == 0 else 0)
     until(lambda: len(answers.got) == 3)
@@ -262,7 +262,7 @@ def test_what_is_ahead_of_the_launch_of_its_process_waits_for_that(net: Net, fan
     world = World(net, hosts=2, each=2, fan_out=fan_out)
     answers = Answers(world.root)
     agent, late = world.agents[1], world.members[3]
-    launched = agent.gateway.peers.pop(late.key)
+    launched = agent.gateway.peers._by_key.pop(late.key)
     order: list[str] = []
     late.handlers["spawn"] = lambda envelope: order.append("spawned")
     late.replies = lambda data: order.append("called") or data  # type: ignore[func-returns-value]
@@ -271,7 +271,7 @@ def test_what_is_ahead_of_the_launch_of_its_process_waits_for_that(net: Net, fan
     world.cast(b"x", answers.number)
     until(lambda: len(agent.locator.unlaunched.get(late.key, ())) == 2 and answers.got.keys() == {0, 1, 2})
     assert not order and not answers.bounced_ranks
-    agent.gateway.peers[late.key] = launched
+    agent.gateway.peers._by_key[late.key] = launched
     agent.locator.launch(late.proc_id)
     until(lambda: len(answers.got) == 4)
     assert order == ["spawned", "called"] and not agent.locator.unlaunched
@@ -282,7 +282,7 @@ def test_what_is_for_a_process_that_nobody_launches_comes_back(net: Net) -> None
     world = World(net, hosts=2, each=2, fan_out=2)
     answers = Answers(world.root)
     world.agents[1].unborn_limit_s = 0.05
-    del world.agents[1].gateway.peers[world.members[2].key]
+    del world.agents[1].gateway.peers._by_key[world.members[2].key]
     world.cast(b"x", answers.number)
     until(lambda: answers.bounced_ranks == [2] and answers.got.keys() == {0, 1, 3})
     assert not answers.unsure_ranks
@@ -299,7 +299,7 @@ def test_what_a_host_may_have_passed_on_before_its_end_is_of_unknown_fate(net: N
     world.cast(b"x", answers.number)
     until(lambda: all(member.got for member in world.members))
     agent.close(0.0)
-    world.root.gateway.declare_gone(agent.proc_id, down)
+    world.root.gateway.peers.declare_gone(agent.proc_id, down)
     until(lambda: sorted(answers.bounced_ranks) == sorted(answers.unsure_ranks) == [2, 3])
 
     later = Answers(world.root)
@@ -315,10 +315,10 @@ def test_what_is_sent_again_may_have_been_served_before(net: Net) -> None:
     middle.relay.deliver = lambda envelope: None  # type: ignore[method-assign]
     world.cast(b"x", answers.number)
     until(lambda: answers.got.keys() == {0})
-    world.agents[2].gateway.declare_gone(world.members[2].proc_id, Down("killed", "it was killed"))
+    world.agents[2].gateway.peers.declare_gone(world.members[2].proc_id, Down("killed", "it was killed"))
     middle.close(0.0)
     for proc in (world.root, world.agents[0]):
-        proc.gateway.declare_gone(middle.proc_id, Down("unreachable", "its host is gone"))
+        proc.gateway.peers.declare_gone(middle.proc_id, Down("unreachable", "its host is gone"))
     until(lambda: sorted(answers.unsure_ranks) == [1, 2])
 
 
@@ -391,7 +391,7 @@ def test_a_cast_is_known_while_what_was_below_a_lost_agent_is_sent_again(net: Ne
         Branch(agent.proc_id, (member.key,), (rank,))
         for rank, (agent, member) in enumerate(zip(world.agents, world.members, strict=True))
     )
-    root.gateway.declare_gone(lost.host, Down("unreachable", "its host is gone"))
+    root.gateway.peers.declare_gone(lost.host, Down("unreachable", "its host is gone"))
     order: list[str] = []
     answers = Answers(root)
 

@@ -77,7 +77,7 @@ def test_a_mesh_of_one_host_has_no_branches(runtime: Proc) -> None:
 def test_until_their_agents_are_up_many_hosts_are_reached_side_by_side(runtime: Proc) -> None:
     hosts = [_host(number + 1) for number in range(FAN_OUT + 1)]
     for host in hosts:
-        runtime.gateway.attach(host, 1.0)
+        runtime.gateway.peers.attach(host, 1.0)
     found = routes(runtime, _targets(*hosts))
     assert not found.direct and not found.lasting
     assert [branch.host for branch in found.branches] == hosts
@@ -91,7 +91,7 @@ def test_nobody_on_another_host_is_dialed_to_be_told_something() -> None:
         for rank, member in enumerate(world.members):
             member.handlers["news"] = lambda envelope, what, rank=rank: told.append(rank + what)
         linked, *others = world.members
-        world.root.gateway.connect(linked.proc_id)
+        world.root.gateway.peers.connect(linked.proc_id)
         until(lambda: world.root.gateway.peers[linked.key].link is not None)
         by_agents: list[int] = []
         cast = world.root.relay.cast

@@ -1,0 +1,92 @@
+"""What arrives from other processes: frames are taken in, in their order, and acknowledged; their messages go on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from monarch.core.driver import Driver
+from monarch.core.envelope import Envelope, parse
+from monarch.core.ids import ProcId
+from monarch.core.limits import Limits
+from monarch.core.peer import Peer
+from monarch.core.protocol import FrameType, frame_type
+from monarch.log import get_logger
+from monarch.transports.base import Frame
+
+log = get_logger("monarch.intake")
+
+
+class Intake:
+    """See the module. All methods run on the driving thread.
+
+    Args:
+        deliver: takes the messages for this process.
+        pass_on: takes those for others.
+        call_later: calls back on the driving thread.
+    """
+
+    def __init__(
+        self,
+        proc: ProcId,
+        driver: Driver,
+        limits: Limits,
+        *,
+        deliver: Callable[[Envelope], None],
+        pass_on: Callable[[Envelope], None],
+        call_later: Callable[[float, Callable[[], None]], object],
+    ) -> None:
+        self._uid, self._key = proc.uid, proc.key
+        self._driver, self._ack_interval_s = driver, limits.ack_interval_s
+        self._deliver, self._pass_on, self._call_later = deliver, pass_on, call_later
+        self._owing_acks: set[Peer] = set()
+
+    def take(self, peer: Peer, frames: Sequence[Frame]) -> None:
+        """Frames of `peer`'s session, oldest first.
+
+        Raises:
+            ProtocolError: they make no sense.
+            BaseException: an interrupt of the thread that drives. The message that was being delivered, and those
+                behind it, come again on a new link; whoever has one by then knows it by its number.
+        """
+        if not frames:
+            return
+        now_s = time.monotonic()
+        peer.heard = True
+        if not self._driver.leads_aside:
+            peer.burst = 0
+        session = peer.session
+        received = session.received
+        try:
+            for frame in frames:
+                received = session.received
+                inner = session.accept(frame, now_s)
+                if inner is not None:
+                    envelope = parse(inner)
+                    try:
+                        if envelope.dst_proc == self._key:
+                            self._deliver(envelope)
+                        else:
+                            self._pass_on(envelope)
+                    except Exception:  # a bug above must not cost the messages behind this one
+                        log.exception("message.failed", proc=str(self._uid), kind=envelope.kind)
+                elif frame_type(frame) == FrameType.GOODBYE:
+                    peer.said_goodbye = True
+                    peer.say(FrameType.ACK)
+                elif frame_type(frame) == FrameType.HEARTBEAT:
+                    peer.say(FrameType.ACK)
+        except BaseException:
+            session.received = received  # an interrupt: this frame comes again on the next link
+            raise
+        if session.ack_due(now_s):
+            peer.say(FrameType.ACK)
+        elif session.owes_ack:
+            if not self._owing_acks:
+                self._call_later(self._ack_interval_s, self._acknowledge_all)
+            self._owing_acks.add(peer)
+
+    def _acknowledge_all(self) -> None:
+        owing, self._owing_acks = self._owing_acks, set()
+        for peer in owing:
+            if peer.session.owes_ack:
+                peer.say(FrameType.ACK)

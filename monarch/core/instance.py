@@ -86,6 +86,11 @@ class Behavior(Protocol):
     """What an actor does. All methods but `endpoint_of` run on the actor's thread, in the context that `Instance` gives
     them, and none raises."""
 
+    @property
+    def has_cleanup(self) -> bool:
+        """Whether the user's object has a cleanup hook. Asked once, when it has been made."""
+        ...
+
     def construct(self) -> Down | None:
         """Make the user's object. Returns why it failed, or None."""
         ...
@@ -131,7 +136,7 @@ _SERVING: Final = Phase.SERVING  # the look at a member of an enum takes 0.08 us
 
 
 class Instance(Sender):
-    """See the module. Thread-safe from outside: `post`, `request_stop`, `request_failure`, `post_control`."""
+    """See the module. Thread-safe from outside: `post`, `request_stop`, `request_end`, `post_control`."""
 
     def __init__(self, proc: Proc, actor_id: ActorId) -> None:
         super().__init__(proc, actor_id)
@@ -155,7 +160,7 @@ class Instance(Sender):
         self._concurrent: dict[asyncio.Task[Any], Envelope] = {}
         self._beside: set[asyncio.Task[Any]] = set()
         self._stopping: Down | None = None
-        self._cleans_up = False
+        self._owes_cleanup = self._cleans_up = False
         self._told: set[tuple[object, ...]] = set()  # what has made it fail, and what has gone wrong since
         self._reported = threading.Lock()
 
@@ -219,10 +224,15 @@ class Instance(Sender):
 
         self.mailbox.control(begin)
 
-    def request_failure(self, down: Down) -> None:
-        """End as failed, before the next call is served."""
+    def request_end(self, down: Down) -> None:
+        """End before the next call is served. What is being served is cancelled at its next await."""
         self.mailbox.close(down)
         self.mailbox.control(lambda: self.end(down))
+
+    @property
+    def owes_cleanup(self) -> bool:
+        """Whether it has a cleanup that has not come to its end. From any thread."""
+        return self._owes_cleanup and self.phase is not Phase.ENDED
 
     @property
     def member(self) -> str:
@@ -316,6 +326,7 @@ class Instance(Sender):
         if self.phase is not Phase.BORN:
             return
         self.phase = Phase.SERVING
+        self._owes_cleanup = down is None and self._behavior.has_cleanup
         if down is not None:
             self.end(down, constructed=False)
 
@@ -461,7 +472,7 @@ class Instance(Sender):
             failed = cleanup if isinstance(cleanup, Down | None) else await asyncio.wait_for(cleanup, limit_s)
         except TimeoutError:
             failed = None if self._reported.locked() else self._cleanup_overdue("was cancelled")
-        self._cleans_up = False
+        self._cleans_up = self._owes_cleanup = False
         if failed is not None:
             self._also(failed)
 

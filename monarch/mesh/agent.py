@@ -10,14 +10,15 @@ Where a process has a bootstrap function, an actor of its own runs that: the set
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from datetime import datetime
+from typing import TYPE_CHECKING, Final
 
 from attrs import define, evolve
 
 from monarch.core import codec, settings
 from monarch.core.envelope import Envelope
+from monarch.core.future import Future
 from monarch.core.ids import ActorId
 from monarch.core.instance import Instance
 from monarch.core.monitor import Down
@@ -31,9 +32,12 @@ from monarch.mesh.shape import Point
 
 if TYPE_CHECKING:
     from monarch.mesh.mesh_proc import MeshProc
+    from monarch.mesh.ownership import Owned
     from monarch.mesh.proc_mesh import ProcMesh
 
 log = get_logger("monarch.agent")
+
+_TELL_BEFORE: Final = 0.75  # what will be cut off, is told when so much of the time for it is over
 
 
 @define(frozen=True)
@@ -67,6 +71,7 @@ class ProcAgent:
         runtime.handlers["spawn"] = self._on_spawn
         runtime.handlers["stop_actor"] = self._on_stop_actor
         runtime.handlers["stop_all"] = lambda envelope, reason: self.stop_all(reason)
+        runtime.handlers["cut_short"] = lambda envelope, reason, left_s: self.cut_short(reason, left_s)
         runtime.on_proc_gone.append(self._on_proc_gone)
 
     # ---- spawning
@@ -190,6 +195,22 @@ class ProcAgent:
             actor.request_stop(down)
         self.end_if_idle()
 
+    def cut_short(self, reason: str, left_s: float) -> None:
+        """This process ends in `left_s`: actors that have a cleanup to do shall come to it now, those that cannot are
+        told to the client. Does not block."""
+        down = Down("stopped", reason)
+        for actor in self._instances():
+            if actor.owes_cleanup:
+                actor.request_end(down)
+            else:
+                actor.request_stop(down)
+        self._runtime.gateway.call_later(_TELL_BEFORE * left_s, self._tell_cut_off)
+
+    def _tell_cut_off(self) -> None:
+        actors = [_unfinished(actor) for actor in self._instances() if actor.owes_cleanup]
+        if actors:
+            self._runtime.tell(self._runtime.root, "cut_off", actors)
+
     def end_if_idle(self) -> None:
         """Call `on_end`, once, if all actors were to stop and have. That this process has been stopped must not
         overtake the news that one of them has failed."""
@@ -209,20 +230,28 @@ class ProcAgent:
                 actor.request_stop(Down("stopped", f"its owner's process is gone: {down.reason}"))
 
 
-def release_owned(owner: Spawner, down: Down, limit_s: float | None = None) -> None:
-    """Stop what `owner` owns, the youngest first, and wait for it: `release_timeout_s` for each mesh, or `limit_s` for
-    all, after which nobody is surprised."""
-    deadline_s = None if limit_s is None else time.monotonic() + limit_s
+def _unfinished(actor: Instance) -> str:
+    """An actor whose cleanup is not over, and what keeps it, for people."""
+    running = actor.snapshot().running
+    if not running:
+        return f"{actor.member} (in its __cleanup__, or the end of what it owns)"
+    since = [(each.endpoint, each.for_s, datetime.fromtimestamp(each.since_s)) for each in running]
+    doing = " and ".join(f"{name} has been running for {for_s:.1f} s, since {at:%H:%M:%S}" for name, for_s, at in since)
+    return f"{actor.member} ({doing})"
+
+
+def stop_owned(owner: Spawner, down: Down) -> dict[Owned, Future[None]]:
+    """Stop what `owner` owns, the youngest first."""
     on_release, owner.on_release = owner.on_release, None
     if on_release is not None:
         on_release(down)
-    runtime = owner.proc_runtime
-    owned = list(reversed(owner.owned.values()))
-    stops = [each.stop(f"its owner ended: {down.reason}") for each in owned]
-    for each, future in zip(owned, stops, strict=True):
+    return {each: each.stop(f"its owner ended: {down.reason}") for each in reversed(list(owner.owned.values()))}
+
+
+def release_owned(owner: Spawner, down: Down) -> None:
+    """Stop what `owner` owns, and wait for it, `release_timeout_s` for each mesh."""
+    for mesh, stop in stop_owned(owner, down).items():
         try:
-            left_s = runtime.release_timeout_s if deadline_s is None else max(0.0, deadline_s - time.monotonic())
-            future.get(timeout=left_s)
+            stop.get(timeout=owner.proc_runtime.release_timeout_s)
         except Exception as error:
-            report = log.warning if deadline_s is None else log.debug
-            report("release.failed", owner=str(owner), mesh=each.name, error=str(error))
+            log.warning("release.failed", owner=str(owner), mesh=mesh.name, error=str(error))

@@ -22,7 +22,7 @@ from monarch.launch import stack_signal
 from monarch.log import get_logger, show_what_was_asked_for
 from monarch.mesh import context as context_module
 from monarch.mesh import controllers, debug_service, program_end
-from monarch.mesh.agent import release_owned
+from monarch.mesh.agent import release_owned, stop_owned
 from monarch.mesh.console import Console
 from monarch.mesh.context import NOWHERE, Context, set_client_context
 from monarch.mesh.faults import Faults, end_as_interrupted, was_interrupted
@@ -42,6 +42,7 @@ from monarch.transports.url import parse
 log = get_logger("monarch.client")
 
 _EXIT_BUDGET_S = 1.0
+_CLEANUP_BUDGET_S = 0.4  # of that, for the cleanup of actors that were in the middle of something else
 _START_BUDGET_S = 3.0  # for processes that were sent something and are not up yet
 
 
@@ -58,9 +59,11 @@ class RootClient(ProcClient):
         self._faults = Faults()
         self._at_exit = False
         self._last_faults: list[MeshFailure] = []
+        self._cut_off: list[str] = []
         self._shutdown: Future[None] | None = None
         self._shutdown_lock = threading.Lock()
         runtime.handlers["unowned"] = lambda _, failure: self.supervise(failure)
+        runtime.handlers["cut_off"] = lambda _, actors: self._on_cut_off(actors)
 
     def refuse_closed(self) -> None:
         if self._shutdown is not None:
@@ -85,6 +88,13 @@ class RootClient(ProcClient):
             message.warn("the client", down, returned)
         elif self._shutdown is None:
             returned.tell((message.dest(), str(down)), fail)
+
+    def _on_cut_off(self, actors: list[str]) -> None:
+        """Actors of one process: at the end of the program, all that are cut off are told of together."""
+        if self._at_exit:
+            self._cut_off += actors
+        else:
+            program_end.tell_cut_off(actors)
 
     def shutdown(self) -> Future[None]:
         """Stop everything that this client owns; idempotent."""
@@ -133,8 +143,13 @@ class RootClient(ProcClient):
             program_end.attend_no_more(self.proc_runtime)
             if not self._faults.fatal:
                 program_end.await_starts(self.proc_runtime, _START_BUDGET_S)
-            release_owned(self, Down("stopped", "the client has ended"), _EXIT_BUDGET_S)
-            program_end.tell_cut_off(self)
+            down = Down("stopped", "the client has ended")
+            stops = list(stop_owned(self, down).values())
+            if not program_end.all_over(stops, _EXIT_BUDGET_S - _CLEANUP_BUDGET_S):
+                program_end.cut_short(self.proc_runtime, self.agent, down.reason, _CLEANUP_BUDGET_S)
+                program_end.all_over(stops, _CLEANUP_BUDGET_S)
+            program_end.tell_unserved(self)
+            program_end.tell_cut_off(self._cut_off)
             self.agent.close(0.2)
             self.proc_runtime.close(0.5)
             self._shutdown._complete(lambda: None)

@@ -177,14 +177,14 @@ class ActorInstance(Spawner, CoreInstance):
 
     def abort(self, reason: str | None = None) -> None:
         text = f"actor explicitly aborted due to: {reason or 'no reason provided'}"
-        self.request_failure(evolve(self.proc_runtime.failed(text), actor=self.member))
+        self.request_end(evolve(self.proc_runtime.failed(text), actor=self.member))
 
     def request_stop(self, down: Down) -> None:
         super().request_stop(down)
         self._leave_debugger()
 
-    def request_failure(self, down: Down) -> None:
-        super().request_failure(down)
+    def request_end(self, down: Down) -> None:
+        super().request_end(down)
         self._leave_debugger()
 
     def _leave_debugger(self) -> None:

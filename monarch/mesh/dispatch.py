@@ -25,6 +25,7 @@ from monarch.core.instance import Phase
 from monarch.core.loop import hidden_loop
 from monarch.core.monitor import Down
 from monarch.core.serving import Served
+from monarch.errors import ActorError, SupervisionError
 from monarch.log import get_logger
 from monarch.mesh import breakpoints
 from monarch.mesh.actor import ActorClass, class_of
@@ -265,6 +266,9 @@ class ActorBehavior:
             wrapped.__cause__ = error
             error = wrapped
         if port is None or spec.sends_itself:
+            stopped = self._instance.mailbox.closed
+            if stopped is not None and stopped.stopped and _met_a_stop(error):
+                return None  # it is to stop, too, and a stop is no failure
             return self._broken(envelope, spec, error)
         return self._reply_error(envelope, port, error)
 
@@ -369,9 +373,11 @@ class ActorBehavior:
             self.abandon(envelope, down)
         self._release(down)
 
+    @property
+    def has_cleanup(self) -> bool:
+        return hasattr(self._actor, "__cleanup__")
+
     def cleanup(self, down: Down) -> Coroutine[Any, Any, Down | None] | Down | None:
-        if self._actor is None:
-            return None
         handler = getattr(self._actor, "__cleanup__", None)
         if handler is None:
             return None
@@ -393,6 +399,17 @@ class ActorBehavior:
                 raise  # its time is over
             return self._failed(f"{self._instance.member}: __cleanup__ raised", error)
         return None
+
+
+def _met_a_stop(error: BaseException | None) -> bool:
+    """Whether something that has been stopped, rather than failed, is behind `error`."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        if isinstance(error, SupervisionError) and error.failure is None:
+            return True
+        seen.append(error)
+        error = error.exception if isinstance(error, ActorError) else error.__cause__ or error.__context__
+    return False
 
 
 async def settle_result(function: Callable[[], Any]) -> Any:

@@ -223,6 +223,7 @@ class HostAgent:
         runtime.handlers["launch"] = self._on_launch
         runtime.handlers["await_up"] = self._on_await_up
         runtime.handlers["stop_procs"] = self._on_stop_procs
+        runtime.handlers["cut_procs_short"] = lambda envelope, reason, left_s: self.cut_short(reason, left_s)
         runtime.handlers["forwards"] = self._on_forwards
         runtime.handlers["show_output"] = self._on_show_output
         runtime.handlers["output"] = self._on_output
@@ -357,7 +358,11 @@ class HostAgent:
         self.stop(keys, reason, limit_s, lambda: self._runtime.answer(envelope, "stopped"))
 
     def stop(self, keys: list[int], reason: str, grace_s: float, then: Callable[[], None]) -> None:
-        """Ask processes to end, insist after `grace_s`, and call `then` when all are gone. Does not block."""
+        """Ask processes to end, insist after `grace_s`, and call `then` when all are gone. Does not block.
+
+        Of `grace_s`, `cleanup_timeout` is kept for the cleanups of actors that are in the middle of something else, but
+        no more than half of it.
+        """
         left = set()
         lock = threading.Lock()
 
@@ -384,6 +389,8 @@ class HostAgent:
                 launched.stopping = reason
                 proc = evolve(launched.request.proc, keeper=self._runtime.proc_id)
                 self._runtime.tell(proc, "stop_all", reason)
+        left_s = min(settings.get("cleanup_timeout"), grace_s / 2)
+        self._runtime.gateway.call_later(grace_s - left_s, lambda: self._cut_short(stopping, reason, left_s))
         self._runtime.gateway.call_later(grace_s, lambda: self._insist(stopping, 15))
         self._runtime.gateway.call_later(
             grace_s + settings.get("mesh_terminate_timeout"), lambda: self._insist(stopping, 9)
@@ -398,6 +405,16 @@ class HostAgent:
             self._on_down.setdefault(key, []).append(then)
         launched.running.kill(signum)
         return True
+
+    def cut_short(self, reason: str, left_s: float) -> None:
+        """All processes of this host end in `left_s`: see `ProcAgent.cut_short`."""
+        self._cut_short(list(self._procs.values()), reason, left_s)
+
+    def _cut_short(self, launched: Sequence[_Launched], reason: str, left_s: float) -> None:
+        for each in launched:
+            if each.down is None:
+                proc = evolve(each.request.proc, keeper=self._runtime.proc_id)
+                self._runtime.tell(proc, "cut_short", reason, left_s)
 
     def _insist(self, stopping: list[_Launched], signum: int) -> None:
         for launched in stopping:

@@ -254,7 +254,7 @@ class Shell:
         cause = self._last.get(action.name)
         down = self._runtime.failed(text)
         log.info("supervisor.gave_up", supervisor=self.instance.name, child=action.name, reason=action.reason)
-        self.instance.request_failure(down.because(cause) if cause is not None else down)
+        self.instance.request_end(down.because(cause) if cause is not None else down)
 
     # ---- the end
 

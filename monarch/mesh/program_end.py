@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from monarch.core import inquiries
 from monarch.core.driver import Signal
-from monarch.core.instance import Phase
+from monarch.core.future import Future
 from monarch.core.peer import State
 from monarch.log import get_logger
 from monarch.mesh.ownership import OwnedActors
@@ -17,10 +16,11 @@ from monarch.mesh.replies import CallSink
 if TYPE_CHECKING:
     from monarch.core.proc import Proc
     from monarch.mesh.context import Spawner
+    from monarch.mesh.host import HostAgent
+    from monarch.mesh.mesh_proc import MeshProc
 
 log = get_logger("monarch.client")
 
-_ASK_LIMIT_S: Final = 0.1
 _SHOWN: Final = 4
 
 
@@ -46,27 +46,37 @@ def await_starts(runtime: Proc, limit_s: float) -> None:
         runtime.driver.wait(changed, deadline_s - time.monotonic())
 
 
-def tell_cut_off(owner: Spawner) -> None:
+def all_over(stops: Sequence[Future[Any]], limit_s: float) -> bool:
+    """Wait for them. One that fails is over, too: what became of it is told elsewhere."""
+    deadline_s = time.monotonic() + limit_s
+    return all(stop._wait(max(0.0, deadline_s - time.monotonic())) for stop in stops)
+
+
+def cut_short(runtime: MeshProc, agent: HostAgent, reason: str, left_s: float) -> None:
+    """In all processes of the program, also those that its actors own, cleanups are due; all are killed in `left_s`."""
+    runtime.agent.cut_short(reason, left_s)
+    agent.cut_short(reason, left_s)
+    for peer in list(runtime.gateway.peers.values()):
+        if peer.attach_limit_s and peer.down is None and peer.pid:
+            runtime.tell(peer.proc, "cut_procs_short", reason, left_s)
+
+
+def tell_unserved(owner: Spawner) -> None:
     """The time for what `owner` owns is over, and it is killed now. One that works without end is no news; one that has
-    not come to its work is, and one in the middle of its `__cleanup__`."""
-    runtime = owner.proc_runtime
-    unserved, asked = [], []
+    not come to its work is."""
+    peers = owner.proc_runtime.gateway.peers
+    unserved = []
     for mesh in [mesh for mesh in owner.owned.values() if isinstance(mesh, OwnedActors)]:
         for member, proc in mesh.left():
-            peer = runtime.gateway.peers.get(proc.key)
+            peer = peers.get(proc.key)
             if peer is not None and peer.state is State.NEW:
                 unserved.append(str(member))
-            else:
-                asked.append((str(member), inquiries.ask(runtime, proc, mesh.number, 0)))
     _tell("exit.unserved", unserved, "their processes were not up before the program had ended")
-    deadline_s = time.monotonic() + _ASK_LIMIT_S
-    ending = []
-    for text, answer in asked:
-        if answer._wait(max(0.0, deadline_s - time.monotonic())) and answer.exception(0) is None:
-            actor = answer.get(0)[0].actor
-            if actor is not None and actor.phase == Phase.ENDING.value:
-                ending.append(text)
-    _tell("exit.cut_off", ending, "__cleanup__, or the end of what they own, took too long after the program's end")
+
+
+def tell_cut_off(actors: Sequence[str]) -> None:
+    """The time for the cleanups of these is over."""
+    _tell("cleanup.cut_off", actors, "they were still at this when the time to stop was over")
 
 
 def _tell(event: str, actors: Sequence[str], reason: str) -> None:

@@ -32,6 +32,8 @@ class Work:
 class Fake:
     """A behavior: what a call does is looked up by the first part of its message."""
 
+    has_cleanup = True
+
     def __init__(self) -> None:
         self.log: list[str] = []
         self.abandoned: list[tuple[str, Down]] = []
@@ -234,8 +236,8 @@ def test_a_failure_ends_before_the_next_call_and_tells_the_rest(proc: Proc) -> N
     for name in ("block", "one", "two"):
         life.call(name)
     assert inside.wait(LIMIT_S)
-    life.instance.request_failure(_FAIL)
-    life.instance.request_failure(Down("failed", "later"))
+    life.instance.request_end(_FAIL)
+    life.instance.request_end(Down("failed", "later"))
     go.set()
 
     assert life.ended() == _FAIL
@@ -275,7 +277,7 @@ def test_what_runs_when_the_actor_fails_is_cancelled_and_told(proc: Proc) -> Non
     for name in ("beside", "current", "queued"):
         life.call(name)
     until(lambda: "current" in life.fake.log)
-    life.instance.request_failure(_FAIL)
+    life.instance.request_end(_FAIL)
 
     assert life.ended() == _FAIL
     assert sorted(cancelled) == ["beside", "current"]
@@ -382,7 +384,7 @@ def test_what_fails_while_an_actor_ends_is_not_lost(
     else:
         fake.cleans = lambda: instance._loop.create_task(last_words()) and None
     with caplog.at_level(logging.WARNING, "monarch"):
-        instance.request_stop(first) if first.stopped else instance.request_failure(first)
+        instance.request_stop(first) if first.stopped else instance.request_end(first)
         assert life.ended() == (later if first.stopped else first)
     assert ("actor.failed_again" in caplog.text) == (not first.stopped)
     assert not instance.post_control(learn)  # whoever comes later knows that nobody listens
@@ -400,7 +402,7 @@ def test_what_the_end_of_one_process_brings_about_is_told_of_once(proc: Proc, ca
 
     fake.cleans = clean_up
     with caplog.at_level(logging.WARNING, "monarch"):
-        life.instance.request_failure(Down("failed", "a child is gone").because(ends[0]))
+        life.instance.request_end(Down("failed", "a child is gone").because(ends[0]))
         assert life.ended().event == ends[0].event
     assert caplog.text.count("actor.failed_again") == 1 and "process 2" in caplog.text
 

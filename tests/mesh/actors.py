@@ -109,6 +109,14 @@ class Worker(Actor):
             port.send(value)
 
     @endpoint
+    def call_when_told(self, ready: Port[Any], other: Any) -> None:
+        """Say that it runs, by a port to release it with, then call `other`."""
+        port, receiver = Channel[Any].open()
+        ready.send(port)
+        receiver.recv().get(30)
+        other.echo.call_one(1).get(30)
+
+    @endpoint
     def fail_to(self, port: Port[Any], text: str) -> None:
         port.exception(KeyError(text))
 
@@ -373,6 +381,10 @@ class AsyncCleaner(Actor):
     def __init__(self, port: Port[Any]) -> None:
         self.port = port
         self.log: list[str] = []
+
+    @endpoint
+    async def work_for_ever(self, ready: Port[Any]) -> None:
+        await AsyncCleaner.wait_for_ever._method(self, ready)
 
     @concurrent_endpoint
     async def wait_for_ever(self, ready: Port[Any]) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 
-from monarch.actor import Channel, SupervisionError, shutdown_context, this_host, this_proc
+from monarch.actor import Channel, SupervisionError, context, shutdown_context, this_host, this_proc
 from monarch.launch.process import Exit
 from monarch.mesh.host import _down_of
 from monarch.testing import TestClient, fresh_client, wait_until_gone
@@ -23,6 +24,7 @@ from tests.mesh.actors import (
     Worker,
 )
 from tests.mesh.conftest import Shared
+from tests.until import until
 
 Spawn = Callable[..., Any]
 
@@ -154,6 +156,71 @@ def test_a_cleanup_that_raises_is_a_failure(shared: Shared, alone: Any) -> None:
     failing.stop().get(10)
 
     assert shared.client.expect_fault("cleanup says no").mesh_name == "failing"
+
+
+def test_who_is_to_stop_and_meets_what_has_been_stopped_has_not_failed(spawn: Spawn, alone: Any, channel: Any) -> None:
+    port, receiver = channel
+    other, worker = spawn(Worker, on=alone), spawn(Worker, on=alone)
+    worker.call_when_told.broadcast(port, other)
+    go_on = receiver.recv().get(10)
+    last = worker.echo.call_one("served, too")
+    stopping = worker.stop()
+    with pytest.raises(SupervisionError, match="stopped"):
+        worker.echo.call_one(1).get(10)
+    other.stop().get(10)
+    go_on.send(None)
+
+    assert last.get(10) == "served, too"
+    stopping.get(10)  # and the fixture finds no fault
+
+
+def test_who_meets_what_has_been_stopped_has_failed_when_it_is_to_go_on(client: TestClient, channel: Any) -> None:
+    port, receiver = channel
+    other, worker = (this_host().spawn_procs().spawn(name, Worker) for name in ("other", "worker"))
+    other.stop().get(10)
+    worker.call_when_told.broadcast(port, other)
+    receiver.recv().get(10).send(None)
+
+    assert client.expect_fault("has status: stopped").mesh_name == "worker"
+
+
+@pytest.fixture
+def cut_short() -> Iterator[Callable[[float], None]]:
+    """Ends the process of the client, where its actors are concerned: they have so many seconds left."""
+    with fresh_client("inproc"):
+        yield partial(context().actor_instance.proc_runtime.agent.cut_short, "it is over")
+
+
+def test_an_async_endpoint_gives_way_to_the_cleanup_when_the_time_is_short(cut_short: Callable[[float], None]) -> None:
+    port, receiver = Channel[Any].open()
+    cleaner = this_proc().spawn("cleaner", AsyncCleaner, port)
+    pending = cleaner.work_for_ever.call_one(port)
+    assert receiver.recv().get(10) == "waiting"
+    queued = cleaner.work_for_ever.call_one(port)
+    cut_short(60)
+
+    assert receiver.recv().get(10) == ["cancelled", "cleanup"]
+    for each in (pending, queued):
+        with pytest.raises(SupervisionError, match="it is over"):
+            each.get(10)
+
+
+def test_actors_that_cannot_come_to_their_cleanup_in_time_are_named(
+    cut_short: Callable[[float], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    port, receiver = Channel[Any].open()
+    this_proc().spawn("clean", Cleaner, port, "it was busy").hold.broadcast(port)
+    this_proc().spawn("plain", Worker).hold.broadcast(port)
+    releases = [receiver.recv().get(10) for _ in range(2)]
+    cut_short(0.0)
+
+    until(lambda: "cleanup.cut_off" in caplog.text)
+
+    for release in releases:
+        release.send("go on")
+    assert receiver.recv().get(10)[0] == "it was busy"
+    assert "Cleaner clean (hold has been running for " in caplog.text
+    assert "Worker plain" not in caplog.text  # it has none
 
 
 @pytest.mark.parametrize(

@@ -270,7 +270,7 @@ from monarch.mesh import client
 failures, held = queue.Queue(), threading.Semaphore(0)
 worker.initialized.exception()
 failures.get(timeout=10)
-client.release_owned = lambda root, *_: (held.release(), root._faults._told.wait(10))
+client.stop_owned = lambda root, *_: (held.release(), root._faults._told.wait(10)) and {}
 """,
     )
 
@@ -316,7 +316,52 @@ def test_an_actor_whose_cleanup_is_cut_off_by_the_end_of_the_program_is_told_of(
     )
 
     assert done.returncode == 0
-    assert "exit.cut_off actors=\"tests.mesh.actors.HangingCleaner h{'gpus': 0/2}, " in done.stderr
+    line = next(line for line in done.stderr.splitlines() if "cleanup.cut_off" in line)
+    assert line.count("tests.mesh.actors.HangingCleaner h{'gpus': ") == 2 and "(in its __cleanup__" in line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["inproc", "ipc"])
+def test_actors_at_work_when_the_program_ends_clean_up_where_they_can(transport: str) -> None:
+    done = run(
+        before="""
+import asyncio, threading
+from monarch.actor import Actor, Channel, endpoint
+
+class Owner(Actor):
+    @endpoint
+    def make(self, kind):
+        return this_host().spawn_procs().spawn(kind.__name__.lower(), kind)
+
+class CanStop(Actor):
+    @endpoint
+    async def work(self, begun):
+        begun.send(1)
+        await asyncio.Event().wait()
+
+    async def __cleanup__(self, exc):
+        print("cleaned up", flush=True)
+
+class CanNot(CanStop):
+    @endpoint
+    def hold(self, begun):
+        begun.send(1)
+        threading.Event().wait()
+
+begun, receiver = Channel.open()
+owner = this_host().spawn_procs().spawn("owner", Owner)
+owner.make.call_one(CanStop).get().work.broadcast(begun)
+owner.make.call_one(CanNot).get().hold.broadcast(begun)
+receiver.recv().get(20), receiver.recv().get(20)
+sys.exit()
+""",
+        transport=transport,
+    )
+
+    assert done.returncode == 0
+    assert done.stdout.count("cleaned up") == 1
+    (line,) = done.stderr.splitlines()
+    assert "cleanup.cut_off actors='__main__.CanNot cannot (hold has been running for " in line
 
 
 @pytest.mark.slow

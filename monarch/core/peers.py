@@ -110,6 +110,10 @@ class Peers:
     def __len__(self) -> int:
         return len(self._by_key)
 
+    def attached(self) -> list[ProcId]:
+        """The agents of other hosts, as far as they are up."""
+        return [peer.proc for peer in self if peer.attach_limit_s and peer.down is None and peer.pid]
+
     def of(self, proc: ProcId) -> Peer:
         """The peer of that name, made if there is none; nothing is dialed."""
         key = proc.key

@@ -149,9 +149,8 @@ class Collector:
         return Snapshot(_program(), os.getpid(), tuple(hosts), with_stacks)
 
     def _ask_elsewhere(self, with_stacks: bool, only: Collection[int] | None) -> list[Future[tuple[Any, ...]]]:
-        peers = [peer for peer in self._runtime.gateway.peers if peer.attach_limit_s]
-        up = [peer.proc for peer in peers if peer.down is None and peer.pid]
-        return [self._runtime.request(host, "snapshot", with_stacks, only) for host in up]
+        hosts = self._runtime.gateway.peers.attached()
+        return [self._runtime.request(host, "snapshot", with_stacks, only) for host in hosts]
 
 
 def _hosts_of(asked: list[Future[tuple[Any, ...]]], deadline_s: float) -> list[Host]:

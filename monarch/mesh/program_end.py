@@ -56,9 +56,8 @@ def cut_short(runtime: MeshProc, agent: HostAgent, reason: str, left_s: float) -
     """In all processes of the program, also those that its actors own, cleanups are due; all are killed in `left_s`."""
     runtime.agent.cut_short(reason, left_s)
     agent.cut_short(reason, left_s)
-    for peer in list(runtime.gateway.peers.values()):
-        if peer.attach_limit_s and peer.down is None and peer.pid:
-            runtime.tell(peer.proc, "cut_procs_short", reason, left_s)
+    for host in runtime.gateway.peers.attached():
+        runtime.tell(host, "cut_procs_short", reason, left_s)
 
 
 def tell_unserved(owner: Spawner) -> None:

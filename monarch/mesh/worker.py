@@ -28,6 +28,7 @@ from monarch.core.monitor import Down
 from monarch.core.poller import Poller
 from monarch.core.protocol import Hello
 from monarch.log import get_logger, show_what_was_asked_for
+from monarch.mesh.display import Display
 from monarch.mesh.forwarding import Forwarder
 from monarch.mesh.host import HostAgent, ProcessStarter, Running, Start
 from monarch.mesh.inspector import Collector
@@ -178,7 +179,7 @@ class Worker:
         def make_forwarder() -> Forwarder:
             """The rest of what the client wants to see, or to keep, is done there."""
             tail_lines = (agent.config or {}).get("tail_log_lines", settings.get("tail_log_lines"))
-            return Forwarder(tail_lines=tail_lines, send=send)
+            return Forwarder(Display(tail_lines=tail_lines, send=send))
 
         def send(parcels: list[Parcel]) -> threading.Event:
             shown = threading.Event()

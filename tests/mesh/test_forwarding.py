@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 
 from monarch.actor import Actor, SupervisionError, attach_to_workers, endpoint, this_host
-from monarch.mesh import forwarding
-from monarch.mesh.forwarding import Forwarder, Source
+from monarch.mesh import display, forwarding
+from monarch.mesh.display import Display
+from monarch.mesh.forwarding import Forwarder, Pipes
 from monarch.mesh.lines import Line, Origin, Parcel
 from monarch.mesh.outputs import Outputs
 from monarch.testing import TestClient, fresh_client
@@ -54,42 +55,42 @@ class Output:
 @pytest.fixture
 def output(monkeypatch: pytest.MonkeyPatch) -> Output:
     found = Output()
-    monkeypatch.setattr(forwarding, "write", found.write)
+    monkeypatch.setattr(display, "write", found.write)
     return found
 
 
 @pytest.fixture
 def forwarder() -> Iterator[Forwarder]:
-    made = Forwarder()
+    made = Forwarder(Display())
     yield made
     made.close(LIMIT_S)
 
 
 def test_whoever_has_replaced_the_drivers_output_gets_the_lines(capsys):
-    forwarding.write(1, b"out \xff\n")
-    forwarding.write(2, b"err\n")
+    display.write(1, b"out \xff\n")
+    display.write(2, b"err\n")
 
     assert capsys.readouterr() == ("out \ufffd\n", "err\n")
 
 
-def opened(forwarder: Forwarder, rank: int = 0) -> tuple[Source, int]:
-    source = forwarder.open(Origin("anon", rank))
-    os.close(source.write_ends[1])
-    return source, source.write_ends[0]
+def opened(forwarder: Forwarder, rank: int = 0) -> tuple[Pipes, int]:
+    pipes = forwarder.open(Origin("anon", rank))
+    os.close(pipes.write_ends[1])
+    return pipes, pipes.write_ends[0]
 
 
-def finish(forwarder: Forwarder, source: Source) -> None:
+def finish(forwarder: Forwarder, pipes: Pipes) -> None:
     over = threading.Event()
-    forwarder.finish(source, over.set)
+    forwarder.finish(pipes, over.set)
     assert over.wait(LIMIT_S)
 
 
 def test_what_was_written_before_the_end_is_shown_before_the_end_is_told(output, forwarder):
-    source, fd = opened(forwarder)
+    pipes, fd = opened(forwarder)
     os.write(fd, b"one\ntwo, without an end")
     told = []
     over = threading.Event()
-    forwarder.finish(source, lambda: (told.append(output.text), over.set()))
+    forwarder.finish(pipes, lambda: (told.append(output.text), over.set()))
     assert over.wait(LIMIT_S)
     os.close(fd)
 
@@ -105,48 +106,48 @@ def test_a_line_without_an_end_is_shown_after_a_while(output, forwarder):
 
 
 def test_flush_shows_partial_lines_and_merged_ones(output, forwarder):
-    sources = [opened(forwarder, rank) for rank in range(2)]
-    forwarder.configure([source for source, _ in sources], show=True, window_s=3600)
-    for _, fd in sources:
+    pairs = [opened(forwarder, rank) for rank in range(2)]
+    forwarder.display.configure([pipes.source for pipes, _ in pairs], show=True, window_s=3600)
+    for _, fd in pairs:
         os.write(fd, b"same\n")
-    os.write(sources[0][1], b"part")
+    os.write(pairs[0][1], b"part")
 
     assert forwarder.flush(LIMIT_S)
     assert output.text == "anon[0-1] [2 similar log lines] same\nanon[0] part\n"
-    for _, fd in sources:
+    for _, fd in pairs:
         os.close(fd)
 
 
 def test_processes_that_are_configured_apart_keep_their_windows(output, forwarder):
     """The others' window goes on, and ends in time."""
-    sources = [opened(forwarder, rank) for rank in range(2)]
-    forwarder.configure([source for source, _ in sources], show=True, window_s=0.05)
-    forwarder.configure([sources[0][0]], show=True, window_s=None)
-    for _, fd in sources:
+    pairs = [opened(forwarder, rank) for rank in range(2)]
+    forwarder.display.configure([pipes.source for pipes, _ in pairs], show=True, window_s=0.05)
+    forwarder.display.configure([pairs[0][0].source], show=True, window_s=None)
+    for _, fd in pairs:
         os.write(fd, b"line\n")
 
     output.wait_for(lambda text: "anon[0] line\n" in text and "anon[1] line\n" in text)
-    for _, fd in sources:
+    for _, fd in pairs:
         os.close(fd)
 
 
 def test_output_that_is_not_wanted_is_kept_for_the_report_of_a_death(output):
-    forwarder = Forwarder(tail_lines=2)
-    source, fd = opened(forwarder)
-    forwarder.configure([source], show=False, window_s=None)
+    forwarder = Forwarder(Display(tail_lines=2))
+    pipes, fd = opened(forwarder)
+    forwarder.display.configure([pipes.source], show=False, window_s=None)
     os.write(fd, b"1\n2\n3\n")
-    finish(forwarder, source)
+    finish(forwarder, pipes)
     forwarder.close(LIMIT_S)
     os.close(fd)
 
-    assert (output.text, source.tail.text()) == ("", "2\n3")
+    assert (output.text, pipes.source.tail.text()) == ("", "2\n3")
 
 
 def test_files_have_all_that_each_process_printed(output, tmp_path):
-    forwarder = Forwarder(directory=str(tmp_path / "logs"))
-    source, fd = opened(forwarder, rank=7)
+    forwarder = Forwarder(Display(directory=str(tmp_path / "logs")))
+    pipes, fd = opened(forwarder, rank=7)
     os.write(fd, b"1\n2\n")
-    finish(forwarder, source)
+    finish(forwarder, pipes)
     forwarder.close(LIMIT_S)
     os.close(fd)
 
@@ -154,11 +155,11 @@ def test_files_have_all_that_each_process_printed(output, tmp_path):
 
 
 def test_meshes_of_one_name_have_files_of_their_own(tmp_path):
-    forwarder = Forwarder(directory=str(tmp_path))
-    for source in [forwarder.open(Origin(name, 0)) for name in ("a/b", "a/b", "a")]:
-        for fd in source.write_ends:
+    forwarder = Forwarder(Display(directory=str(tmp_path)))
+    for pipes in [forwarder.open(Origin(name, 0)) for name in ("a/b", "a/b", "a")]:
+        for fd in pipes.write_ends:
             os.close(fd)
-        finish(forwarder, source)
+        finish(forwarder, pipes)
     forwarder.close(LIMIT_S)
 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a[0].log", "a_b[0].2.log", "a_b[0].log"]
@@ -170,8 +171,8 @@ def test_a_notebook_shows_all_that_was_printed_at_the_end_of_each_cell(output, m
     shell = SimpleNamespace(events=events)
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
     forwarder = forwarding.make_forwarder()
-    source, fd = opened(forwarder)
-    forwarder.configure([source], show=True, window_s=3600)
+    pipes, fd = opened(forwarder)
+    forwarder.display.configure([pipes.source], show=True, window_s=3600)
     os.write(fd, b"line\n")
     ((name, after_cell),) = hooks
     after_cell(None)
@@ -187,15 +188,15 @@ def test_a_closed_standard_output_gets_nothing(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "__stdout__", None)
     written = []
     monkeypatch.setattr(os, "write", lambda fd, data: written.append(fd))
-    forwarding.write(1, b"text\n")
+    display.write(1, b"text\n")
 
     assert written == []
 
 
 def test_a_flood_while_the_output_is_stuck_is_withheld_and_counted(output, forwarder):
     """The process goes on, and every line is either shown or counted."""
-    forwarder._admission = type(forwarder._admission)(limit_bytes=1 << 16, patience_s=0.0)
-    source, fd = opened(forwarder)
+    forwarder.display._admission = type(forwarder.display._admission)(limit_bytes=1 << 16, patience_s=0.0)
+    pipes, fd = opened(forwarder)
     output.moves.clear()
     os.write(fd, b"first\n")
     lines = 100_000
@@ -204,7 +205,7 @@ def test_a_flood_while_the_output_is_stuck_is_withheld_and_counted(output, forwa
     while view:  # would block for ever if nobody read
         view = view[os.write(fd, view[:50_001]) :]
     over = threading.Event()
-    forwarder.finish(source, over.set)
+    forwarder.finish(pipes, over.set)
     assert over.wait(LIMIT_S)  # told, though nothing could be shown
     output.moves.set()
     text = output.wait_for(lambda text: "withheld" in text)
@@ -219,12 +220,12 @@ def test_a_flood_while_the_output_is_stuck_is_withheld_and_counted(output, forwa
 
 def test_a_program_does_not_wait_for_stuck_output_at_its_end_and_says_how_much_is_lost(output, monkeypatch):
     said = []
-    monkeypatch.setattr(forwarding, "_say", said.append)
-    forwarder = Forwarder()
-    source, fd = opened(forwarder)
+    monkeypatch.setattr(display, "_say", said.append)
+    forwarder = Forwarder(Display())
+    pipes, fd = opened(forwarder)
     output.moves.clear()
     os.write(fd, b"line\n" * 1000)
-    finish(forwarder, source)
+    finish(forwarder, pipes)
     os.close(fd)
     forwarder.close(0.1)
     output.moves.set()
@@ -233,12 +234,12 @@ def test_a_program_does_not_wait_for_stuck_output_at_its_end_and_says_how_much_i
 
 
 def test_a_stream_that_was_closed_early_is_not_taken_for_another_that_got_its_descriptor(output, forwarder):
-    source, fd = opened(forwarder)  # its standard error is closed
+    pipes, fd = opened(forwarder)  # its standard error is closed
     settled = threading.Event()
     forwarder.settle(settled.set)
     assert settled.wait(LIMIT_S)
     others = [opened(forwarder, rank) for rank in (1, 2)]
-    finish(forwarder, source)
+    finish(forwarder, pipes)
     for _, other in others:
         os.write(other, b"line\n")
     assert forwarder.flush(LIMIT_S)
@@ -256,59 +257,59 @@ class Elsewhere:
         self.batches: list[list[Parcel]] = []
         self.answers: list[threading.Event] = []
         self.silent = False
-        self.forwarder = Forwarder(send=self.send, **options)
+        self.forwarder = Forwarder(Display(send=self.send, **options))
 
     def send(self, parcels: list[Parcel]) -> threading.Event:
         shown = threading.Event()
         self.batches.append(parcels)
         self.answers.append(shown)
         if not self.silent:
-            self.driver.receive(pickle.loads(pickle.dumps(parcels)), shown.set)
+            self.driver.display.receive(pickle.loads(pickle.dumps(parcels)), shown.set)
         return shown
 
-    def open(self, rank: int, key: int) -> tuple[Source, int]:
-        source = self.forwarder.open(Origin("anon", rank), key)
-        os.close(source.write_ends[1])
-        return source, source.write_ends[0]
+    def open(self, rank: int, key: int) -> tuple[Pipes, int]:
+        pipes = self.forwarder.open(Origin("anon", rank), key)
+        os.close(pipes.write_ends[1])
+        return pipes, pipes.write_ends[0]
 
 
 def test_last_lines_of_another_host_are_shown_before_the_end_is_told_there(output, tmp_path):
-    driver = Forwarder(directory=str(tmp_path))
+    driver = Forwarder(Display(directory=str(tmp_path)))
     host = Elsewhere(driver, tail_lines=1)
-    source, fd = host.open(rank=3, key=1)
+    pipes, fd = host.open(rank=3, key=1)
     os.write(fd, b"one\n" + Origin("trainer", 0).mark().encode() + b"two\nthree, without an end")
     told = []
     over = threading.Event()
-    host.forwarder.finish(source, lambda: (told.append(output.text), over.set()))
+    host.forwarder.finish(pipes, lambda: (told.append(output.text), over.set()))
     assert over.wait(LIMIT_S)
     os.close(fd)
     host.forwarder.close(LIMIT_S)
     driver.close(LIMIT_S)
 
     assert told == ["anon[3] one\ntrainer[0] two\nanon[3] three, without an end\n"]
-    assert source.tail.text() == "three, without an end"
+    assert pipes.source.tail.text() == "three, without an end"
     assert (tmp_path / "anon[3].log").read_bytes() == b"one\ntwo\nthree, without an end\n"
-    assert driver._guests == {}  # nothing is kept of a process that has ended
+    assert driver.display._guests == {}  # nothing is kept of a process that has ended
 
 
 @pytest.mark.slow
 def test_the_end_of_the_driver_waits_for_lines_that_another_host_still_has(output):
-    driver = Forwarder()
+    driver = Forwarder(Display())
     host = Elsewhere(driver)
     host.silent = True
-    source, fd = host.open(rank=0, key=1)
+    pipes, fd = host.open(rank=0, key=1)
     os.write(fd, b"first\n")
     settled = threading.Event()
     host.forwarder.settle(settled.set)
     assert settled.wait(LIMIT_S)  # for a second
     os.write(fd, b"last\n")
-    finish(host.forwarder, source)
+    finish(host.forwarder, pipes)
     os.close(fd)
-    driver.guest(1, Origin("anon", 0))
+    driver.display.guest(1, Origin("anon", 0))
     closing = threading.Thread(target=driver.close, args=(LIMIT_S,))
     closing.start()
     host.silent = False
-    driver.receive(host.batches[0], host.answers[0].set)
+    driver.display.receive(host.batches[0], host.answers[0].set)
     closing.join(LIMIT_S)
     host.forwarder.close(LIMIT_S)
 
@@ -318,22 +319,22 @@ def test_the_end_of_the_driver_waits_for_lines_that_another_host_still_has(outpu
 def test_equal_lines_of_several_hosts_are_merged_and_unwanted_ones_not_shown(output, forwarder):
     hosts = [Elsewhere(forwarder) for _ in range(2)]
     fds = [host.open(rank, key=rank)[1] for rank, host in enumerate(hosts)]
-    sources = [forwarder.guest(rank, Origin("anon", rank)) for rank in range(2)]
-    forwarder.configure(sources, show=True, window_s=3600)
+    sources = [forwarder.display.guest(rank, Origin("anon", rank)) for rank in range(2)]
+    forwarder.display.configure(sources, show=True, window_s=3600)
     for fd in fds:
         os.write(fd, b"same\n")
     for host in hosts:
         settled = threading.Event()
         host.forwarder.settle(settled.set)
         assert settled.wait(LIMIT_S)
-    forwarder.configure(sources, show=False, window_s=None)
+    forwarder.display.configure(sources, show=False, window_s=None)
     os.write(fds[0], b"unwanted\n")
     for host in hosts:
         host.forwarder.close(LIMIT_S)
     assert forwarder.flush(LIMIT_S)
     for rank, fd in enumerate(fds):
         os.close(fd)
-        forwarder.forget(rank)
+        forwarder.display.forget(rank)
 
     assert output.text == "anon[0-1] [2 similar log lines] same\n"
 
@@ -341,16 +342,16 @@ def test_equal_lines_of_several_hosts_are_merged_and_unwanted_ones_not_shown(out
 def test_one_batch_is_on_the_way_and_processes_go_on_when_the_driver_is_stuck(output, forwarder):
     host = Elsewhere(forwarder)
     host.silent = True
-    host.forwarder._admission = type(host.forwarder._admission)(limit_bytes=1 << 16, patience_s=0.0)
-    source, fd = host.open(rank=0, key=1)
+    host.forwarder.display._admission = type(host.forwarder.display._admission)(limit_bytes=1 << 16, patience_s=0.0)
+    pipes, fd = host.open(rank=0, key=1)
     lines = 100_000
     view = memoryview(b"".join(b"line %d\n" % number for number in range(lines)))
     while view:  # would block for ever if nobody read
         view = view[os.write(fd, view[:50_001]) :]
-    finish(host.forwarder, source)  # told, though nothing could be shown
+    finish(host.forwarder, pipes)  # told, though nothing could be shown
     assert len(host.batches) == 1
     host.silent = False
-    forwarder.receive(host.batches[0], host.answers[0].set)
+    forwarder.display.receive(host.batches[0], host.answers[0].set)
     text = output.wait_for(lambda text: "withheld" in text)
     os.close(fd)
     host.forwarder.close(LIMIT_S)
@@ -359,16 +360,16 @@ def test_one_batch_is_on_the_way_and_processes_go_on_when_the_driver_is_stuck(ou
 
 
 def test_a_process_whose_host_is_lost_is_forgotten_with_what_waits_for_its_window(output, forwarder):
-    guest = forwarder.guest(1, Origin("anon", 0))
-    forwarder.configure([guest], show=True, window_s=3600)
+    guest = forwarder.display.guest(1, Origin("anon", 0))
+    forwarder.display.configure([guest], show=True, window_s=3600)
     received = threading.Event()
     line = Line(1, Origin("anon", 0), b"last")
-    forwarder.receive([Parcel(1, Origin("anon", 0), line)], received.set)
+    forwarder.display.receive([Parcel(1, Origin("anon", 0), line)], received.set)
     assert received.wait(LIMIT_S)
-    forwarder.forget(1)
+    forwarder.display.forget(1)
 
     assert output.wait_for(lambda text: text) == "anon[0] last\n"
-    assert forwarder.flush(LIMIT_S) and forwarder._guests == {}
+    assert forwarder.flush(LIMIT_S) and forwarder.display._guests == {}
 
 
 class Talker(Actor):

@@ -12,6 +12,7 @@ there. A stream that ends without a goodbye, between frames or inside one, is se
 from __future__ import annotations
 
 import errno
+import itertools
 import math
 import select
 import selectors
@@ -432,15 +433,22 @@ class StreamListener:
 
     def hand_down(self) -> list[int]:
         """As `Listener.hand_down`. Our end waits for the first bytes of the heir, as long as it takes to come up."""
-        fds: list[int] = []
-        if not self._is_closed:
-            for near, far in self._connections():
+        pairs = [] if self._is_closed else self._connections()
+        heirs: list[_Newcomer] = []
+        try:
+            for near, _ in pairs:
                 near.setblocking(False)
                 heir = _Newcomer(near, None, math.inf, b"", self._heir_bytes)
-                self._heirs.add(heir)
                 self.selector.register(near, selectors.EVENT_READ, heir)
-                fds.append(far.detach())
-        return fds
+                heirs.append(heir)
+        except BaseException:
+            for heir in heirs:
+                self.selector.unregister(heir.sock)
+            for end in itertools.chain(*pairs):
+                end.close()
+            raise
+        self._heirs.update(heirs)
+        return [far.detach() for _, far in pairs]
 
     def accept_nowait(self) -> list[Link]:
         links: list[Link] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import socket
@@ -223,3 +224,25 @@ def test_a_tcp_alias_is_what_peers_are_told():
     left.abort()
     right.abort()
     listener.close()
+
+
+def test_connections_that_cannot_be_watched_are_not_handed_down_and_not_kept(bound, monkeypatch):
+    sock, _ = bound
+    listener = listener_on(sock, connections=lambda: [socket.socketpair(), socket.socketpair()])
+    before, watched, register = open_descriptors(), len(listener.selector.get_map()), listener.selector.register
+
+    def register_one(*args: object) -> object:
+        if len(listener.selector.get_map()) > watched:
+            raise OSError(errno.ENOSPC, "the kernel watches no more")
+        return register(*args)
+
+    monkeypatch.setattr(listener.selector, "register", register_one)
+    with pytest.raises(OSError, match="watches no more"):
+        listener.hand_down()
+    assert open_descriptors() == before
+    assert len(listener.selector.get_map()) == watched
+    listener.close()
+
+
+def open_descriptors() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))

@@ -90,8 +90,8 @@ def _become(birth: Birth) -> Job:
     except OSError as e:
         raise OSError(e.errno, f"cannot change to the directory of the spawner: {e.strerror}") from None
     change_environment(facts["env"])
-    job = Job(facts["name"], facts["entry"], payload, common["path"], common["argv"], os.environ.get("PYTHONPATH"))
-    job = evolve(job, inherited=birth.inherited)
+    given = facts["name"], facts["entry"], payload, common["path"], common["argv"], os.environ.get("PYTHONPATH")
+    job = Job(*given, inherited=birth.inherited)
     close_all_but({*birth.library_fds, *birth.inherited, birth.reports})
     os.umask(common["umask"])
     if facts["command"] is not None:
@@ -168,6 +168,14 @@ def change_environment(changed: Mapping[str, str | None]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = text
+
+
+def replace_environment(env: Mapping[str, str]) -> None:
+    """Have these variables and no others, whoever has set them: the interpreter at its start, or native code, of which
+    `os.environ` does not know."""
+    os.environ.clear()
+    linux.clear_environment()
+    os.environ.update(env)
 
 
 def _set_limits(limits: list[list[int]]) -> None:

@@ -249,7 +249,9 @@ class Launcher:
             pidfd = linux.open_pidfd(os.getpid())
             if pidfd is not None:
                 fds[DRIVER_FD] = pidfd
+            env = {**os.environ, **_TEMPLATE_ENV}
             facts = {
+                "env": env,
                 "path": _absolute(sys.path),
                 "preload": loaded,
                 "driver": os.getpid(),
@@ -264,7 +266,6 @@ class Launcher:
             actions += [(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_RDWR, 0) for number in (0, 1)]
             if not _is_open(2):
                 actions.append((os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_RDWR, 0))
-            env = {**os.environ, **_TEMPLATE_ENV}
             signals = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
             options: dict[str, Any] = {"file_actions": actions, "setsigmask": [], "setsigdef": signals}
             try:

@@ -40,6 +40,15 @@ def _prctl() -> Callable[..., int] | None:
     return prctl  # type: ignore[no-any-return]
 
 
+def clear_environment() -> None:
+    """Take away all variables of this process, also those that native code has set."""
+    import ctypes
+
+    clear = getattr(ctypes.CDLL(None), "clearenv", None)
+    if clear is not None:
+        clear()
+
+
 def set_parent_death_signal(signum: int) -> bool:
     """Have the kernel send `signum` to this process when the *thread* that forked it ends.
 

@@ -60,13 +60,12 @@ from attrs import define, field
 from monarch.launch import claim, linux
 from monarch.launch.bootstrap import Job
 from monarch.launch.compiled import CodeStore, share_compiled_code
-from monarch.launch.forked import Birth, become, change_environment, close_all_but
+from monarch.launch.forked import Birth, become, close_all_but, replace_environment
 from monarch.launch.guardian import fork_template
 from monarch.launch.heap import fill_holes
 from monarch.launch.leaving import disown_finalizers, run_and_leave
 from monarch.launch.library_threads import LibraryThreads
 from monarch.launch.orphans import Orphans, kill
-from monarch.launch.process import changes
 from monarch.launch.tee import Tee
 from monarch.launch.wire import Lost, Message, Wire, close_all, explain, memory_file
 
@@ -426,7 +425,7 @@ def _import(modules: Sequence[str]) -> None:
             found = importlib.import_module(module)
             if function:
                 getattr(found, function)()
-    change_environment(changes(environ, os.environ))  # to what the driver takes it for
+    replace_environment(environ)  # what the driver takes it for
     gc.collect()
     fill_holes()
     gc.freeze()
@@ -447,6 +446,7 @@ def main(setup: Message) -> None:
     with contextlib.suppress(OSError, ValueError):
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    replace_environment(setup["env"])
     before = _open_fds()
     _load(setup["preload"], driver, lifeline)
     store = CodeStore(memory_file())  # its descriptor stays open in the children, like those of libraries

@@ -386,6 +386,29 @@ def test_a_process_gets_what_its_spawner_has_at_that_moment(
     assert all(e.command is None for _, e in bench.exits)
 
 
+def test_a_process_gets_no_variable_that_only_its_template_has(
+    tmp_path: Path, entry_on_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python sets LC_CTYPE where there is no locale, and native code of a library sets what it likes."""
+    (entry_on_path / "sets_natively.py").write_text("import ctypes\nctypes.CDLL(None).setenv(b'NATIVE', b'1', 1)\n")
+    for name in ("LC_ALL", "LC_CTYPE", "LANG"):
+        monkeypatch.delenv(name, raising=False)
+    bench = Bench(tmp_path, preload=["sets_natively"])
+    code = """
+    import ctypes
+    get = ctypes.CDLL(None).getenv
+    get.restype = ctypes.c_char_p
+    tell(["sets_natively" in sys.modules, dict(os.environ), get(b"NATIVE"), get(b"LC_CTYPE"), get(b"PATH").decode()])
+    """
+    try:
+        seen = bench.told(code)
+    finally:
+        bench.launcher.close()
+
+    assert seen == [True, dict(os.environ), None, None, os.environ["PATH"]]
+    assert bench.exits[0][1].command is None
+
+
 def test_a_directory_that_was_removed_is_no_obstacle(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,5 @@
-"""Durations as people write them: "30s", "1m 30s", "1h30m", "500ms". This module decides the units and the normal form.
+"""Durations as people give them: numbers of seconds, and texts such as "30s", "1m 30s", "1h30m", "500ms". This module
+decides which numbers are durations, the units, and the normal form.
 
 Numbers may have a decimal fraction; parts may stand in any order, with or without blanks; a bare number needs a unit,
 except 0. Printing takes the largest units first, down to nanoseconds: 90 s is "1m 30s", 86400 s is "1day".
@@ -24,6 +25,24 @@ _NAMES: Final = {
 }
 _UNITS: Final = {name: _NS[unit] for unit, names in _NAMES.items() for name in names}
 _PART: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zµ]+)\s*", re.ASCII)
+
+
+def check(name: str, seconds: float, *, above_0: bool = False) -> None:
+    """See to it that `seconds`, which somebody gave as `name`, is a time that can be waited for.
+
+    Raises:
+        ValueError: it is infinite, NaN or negative; or 0 where it must be above.
+        TypeError: it is no number at all.
+    """
+    error: type[Exception] = ValueError
+    try:
+        fits = math.isfinite(seconds) and (seconds > 0 if above_0 else seconds >= 0)
+    except TypeError:
+        fits, error = False, TypeError
+    if not fits:
+        raise error(
+            f"{name} is {seconds!r}; it must be a number of seconds, {'above 0' if above_0 else 'not negative'}"
+        )
 
 
 def parse(text: str) -> float:
@@ -63,8 +82,7 @@ def show(seconds: float) -> str:
     Raises:
         ValueError: negative, infinite or not a number.
     """
-    if not math.isfinite(seconds) or seconds < 0:
-        raise ValueError(f"a duration is a finite number of seconds that is not negative, not {seconds!r}")
+    check("a duration", seconds)
     rest = round(Decimal(seconds) * 10**9)
     parts = []
     for unit, size in reversed(_NS.items()):

@@ -7,7 +7,6 @@ decoding (and everything of the user's that it runs) happens in the first thread
 from __future__ import annotations
 
 import asyncio
-import math
 import sys
 import threading
 import warnings
@@ -17,6 +16,7 @@ from collections.abc import Callable, Coroutine, Generator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, Protocol, TypeVar
 
+from monarch.core import duration
 from monarch.core.deadlock import Wait
 from monarch.core.driver import Driver, Signal, _sleep_until_set
 from monarch.core.held import ALL_BUT_INTERRUPT, Held, on_main_thread
@@ -37,16 +37,6 @@ class Outcome(Exception):
     def __init__(self, error: BaseException) -> None:
         super().__init__(error)
         self.error = error
-
-
-def _check_timeout(timeout: float) -> None:
-    text = f"timeout is {timeout!r}; it must be a number of seconds, not negative, or None"
-    try:
-        fits = timeout >= 0 and math.isfinite(timeout)
-    except TypeError:
-        raise TypeError(text) from None
-    if not fits:
-        raise ValueError(text)
 
 
 _EXPLAIN_S: Final = 0.5
@@ -306,7 +296,7 @@ class Future(Generic[R]):
             DeadlockError: the call waits for the very endpoint that waits for it here.
         """
         if timeout is not None:
-            _check_timeout(timeout)
+            duration.check("timeout", timeout)
         if not self._done:
             if asyncio._get_running_loop() is not None:
                 warnings.warn(
@@ -324,7 +314,7 @@ class Future(Generic[R]):
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """The exception, or None for a value. A time-out is returned as a TimeoutError, not raised."""
         if timeout is not None:
-            _check_timeout(timeout)
+            duration.check("timeout", timeout)
         try:
             self.get(timeout)
         except BaseException as error:

@@ -8,6 +8,7 @@ from typing import Any, Final, Generic, ParamSpec, TypeVar
 
 from attrs import define
 
+from monarch.core import duration
 from monarch.mesh.actor import Actor, class_of
 from monarch.mesh.actor_mesh import ActorMesh
 from monarch.mesh.host_mesh import HostMesh
@@ -76,14 +77,13 @@ class Child(Generic[A]):
                 of its own there; the default is the supervisor's host.
 
         Raises:
-            ValueError: a value makes no sense, or `per_host` is given together with processes.
+            ValueError, TypeError: a value makes no sense, or `per_host` is given together with processes.
         """
         self = copy.copy(self)
         if restart is not None:
             self.restart = one_of(Restart, restart)
         if shutdown_s is not None:
-            if not 0 <= shutdown_s < float("inf"):
-                raise ValueError(f"shutdown_s is {shutdown_s!r}; it must be a number of seconds, not negative")
+            duration.check("shutdown_s", shutdown_s)
             self.shutdown_s = shutdown_s
         if per_host is not None:
             self.per_host = dict(per_host)

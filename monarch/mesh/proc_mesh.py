@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, cast, get_origin
 
-from monarch.core import codec
+from monarch.core import codec, duration
 from monarch.core.envelope import Envelope, Flag, Kind
 from monarch.core.future import Future
 from monarch.core.ids import ProcId, new_number
@@ -274,10 +274,8 @@ class ProcMesh(MeshView):
         if not 0 <= level <= 255:
             raise ValueError(f"level is {level}; it must be from 0 to 255")
         window_s = aggregate_window_sec
-        if not isinstance(window_s, int | float | None):
-            raise TypeError(f"aggregate_window_sec is {window_s!r}; it must be a number of seconds, or None")
-        if window_s is not None and not 0 < window_s < float("inf"):
-            raise ValueError(f"aggregate_window_sec is {window_s}; it must be a number of seconds above 0")
+        if window_s is not None:
+            duration.check("aggregate_window_sec", window_s, above_0=True)
         self._refuse_stopped()
         runtime = context().actor_instance.proc_runtime
         for proc in self._procs:

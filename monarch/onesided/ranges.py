@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Iterable, Iterator
 
 from attrs import define
+
+from monarch.core import duration
 
 
 @define(frozen=True, slots=True)
@@ -75,10 +76,7 @@ def pieces(size_bytes: int, most_bytes: int) -> Iterator[tuple[int, int]]:
 
 def check_timeout(timeout: float) -> float:
     """Raises: OverflowError for a negative time; ValueError, TypeError for what is no time."""
-    if not isinstance(timeout, (int, float)) or isinstance(timeout, bool):
-        raise TypeError(f"timeout is {timeout!r}; it must be a number of seconds")
-    if timeout < 0:
+    if isinstance(timeout, (int, float)) and timeout < 0:
         raise OverflowError(f"timeout is {timeout!r}; it must not be negative")
-    if not math.isfinite(timeout):
-        raise ValueError(f"timeout is {timeout!r}; it must be a number of seconds")
+    duration.check("timeout", timeout)
     return float(timeout)

@@ -90,3 +90,14 @@ def test_blanks_and_order_do_not_matter(parts):
     }
 
     assert len({duration.parse(form) for form in forms}) == 1
+
+
+@pytest.mark.parametrize("above_0", [False, True])
+def test_numbers_that_are_no_time_to_wait_are_refused(above_0):
+    duration.check("limit", 0.5, above_0=above_0)
+    for seconds in (-1, float("inf"), float("nan"), *([0, 0.0] if above_0 else [])):
+        with pytest.raises(ValueError, match=f"limit is {seconds}; it must be a number of seconds"):
+            duration.check("limit", seconds, above_0=above_0)
+    for nothing in ("1", None, []):
+        with pytest.raises(TypeError, match="limit is"):
+            duration.check("limit", nothing, above_0=above_0)

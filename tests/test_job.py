@@ -216,7 +216,14 @@ def test_the_command_line_applies_uses_and_kills_a_job(commands: Any, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    "words", [("apply", "nonesuch.job"), ("apply", "job"), ("exec",), ("exec", "--point", "x", "true")]
+    "words",
+    [
+        ("apply", "nonesuch.job"),
+        ("apply", "job"),
+        ("exec",),
+        ("exec", "--point", "x", "true"),
+        ("exec", "-e", "x", "true"),
+    ],
 )
 def test_what_the_command_line_cannot_do_it_says(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     try:

@@ -6,6 +6,9 @@
  * when it is awake. Then the data, a power of two. A record is contiguous and begins at a multiple of 8: `struct record`, the sizes of the parts,
  * the parts. Where a record would wrap around, the rest of the data is skipped by a record of size SKIP.
  *
+ * A frame that was encoded already, for the stream beside, is pushed as `bytes`, and its record marked ENCODED; what it
+ * is decoded to, Python says (`decode`).
+ *
  * A record becomes visible by one store to `tail`, after all else: of a writer that dies in the middle nothing is seen. The
  * reader believes no size that it has not compared with what there is.
  */
@@ -16,6 +19,7 @@
 #include <stdint.h>
 #include <string.h>
 #include <sys/epoll.h>
+#include <sys/socket.h>
 #include <time.h>
 
 #if defined(__x86_64__) || defined(__i386__)
@@ -26,9 +30,10 @@
 #define PAUSE() atomic_signal_fence(memory_order_seq_cst)
 #endif
 
-enum { VERSION = 3 }; /* of what Python calls here; ring.py names the one that it needs */
+enum { VERSION = 4 }; /* of what Python calls here; ring.py names the one that it needs */
 enum { HEAD_BYTES = 256, MOST_PARTS = 32, LOOKS_EACH = 64 };
 #define SKIP UINT32_MAX
+#define ENCODED (UINT32_C(1) << 31)
 
 typedef struct {
     _Alignas(64) _Atomic uint64_t tail;
@@ -38,7 +43,7 @@ typedef struct {
 
 struct record {
     uint32_t size;  /* in bytes, all of it, a multiple of 8; or SKIP */
-    uint32_t parts;
+    uint32_t parts; /* how many, and ENCODED */
     uint64_t after; /* frames that went another way, and come first */
 };
 
@@ -46,6 +51,7 @@ typedef struct {
     PyObject_HEAD
     Py_buffer memory;
     PyObject *keep;
+    PyObject *decode; /* reader: makes the frame of one that is encoded */
     shared *ring;
     char *data;
     uint64_t capacity;
@@ -94,6 +100,7 @@ static void ring_dealloc(Ring *self) {
     PyTypeObject *type = Py_TYPE((PyObject *)self);
     if (self->memory.obj) PyBuffer_Release(&self->memory);
     Py_XDECREF(self->keep);
+    Py_XDECREF(self->decode);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
     Py_DECREF(type);
 }
@@ -121,17 +128,18 @@ static int push_one(Ring *self, PyObject *frame, uint64_t after) {
     Py_buffer buffers[MOST_PARTS];
     const char *starts[MOST_PARTS];
     uint32_t sizes[MOST_PARTS];
-    Py_ssize_t count = length_of(frame), seen;
+    int encoded = PyBytes_CheckExact(frame);
+    Py_ssize_t count = encoded ? 1 : length_of(frame), seen;
     uint64_t total = sizeof(struct record);
     int result = 0;
     if (count < 0) {
-        PyErr_SetString(PyExc_TypeError, "a frame is a list or a tuple of buffers");
+        PyErr_SetString(PyExc_TypeError, "a frame is a list or a tuple of buffers, or bytes");
         return -1;
     }
     if (count > MOST_PARTS) return 0;
     total += 4 * (uint64_t)count;
     for (seen = 0; seen < count; seen++) {
-        PyObject *part = item_of(frame, seen);
+        PyObject *part = encoded ? frame : item_of(frame, seen);
         Py_ssize_t size;
         buffers[seen].obj = NULL;
         if (PyBytes_CheckExact(part)) {
@@ -159,7 +167,7 @@ static int push_one(Ring *self, PyObject *frame, uint64_t after) {
         if (tail + skip + need - self->theirs > self->capacity)
             self->theirs = atomic_load_explicit(&self->ring->head, memory_order_acquire);
         if (tail + skip + need - self->theirs <= self->capacity) {
-            struct record record = {(uint32_t)need, (uint32_t)count, after};
+            struct record record = {(uint32_t)need, (uint32_t)count | (encoded ? ENCODED : 0), after};
             char *to;
             if (skip) {
                 uint32_t marker = SKIP;
@@ -233,7 +241,7 @@ static int next_record(Ring *self, struct record *record, uint64_t *at) {
             return BROKEN;
         memcpy(record, self->data + place, sizeof *record);
         *at = mine;
-        return record->parts > MOST_PARTS ? BROKEN : record->after > self->after ? NOTHING : RECORD;
+        return (record->parts & ~ENCODED) > MOST_PARTS ? BROKEN : record->after > self->after ? NOTHING : RECORD;
     }
 }
 
@@ -245,7 +253,7 @@ static int something_is_there(Ring *self) {
 
 /* NULL without an exception: the sizes of its parts are wrong */
 static PyObject *frame_of(const struct record *record, const char *from) {
-    uint32_t sizes[MOST_PARTS], count = record->parts;
+    uint32_t sizes[MOST_PARTS], count = record->parts & ~ENCODED;
     uint64_t left = record->size - sizeof *record;
     if (left < 4 * (uint64_t)count) return NULL;
     memcpy(sizes, from, 4 * (size_t)count);
@@ -261,6 +269,14 @@ static PyObject *frame_of(const struct record *record, const char *from) {
         from += sizes[i];
         left -= sizes[i];
     }
+    return frame;
+}
+
+static PyObject *decoded(Ring *self, PyObject *parts) { /* takes `parts` over; NULL without an exception, too */
+    PyObject *frame = NULL;
+    if (parts && self->decode && PyList_Size(parts) == 1)
+        frame = PyObject_CallFunctionObjArgs(self->decode, PyList_GetItem(parts, 0), NULL);
+    Py_XDECREF(parts);
     return frame;
 }
 
@@ -287,6 +303,7 @@ static PyObject *reader_pop(Ring *self, PyObject *after) {
         }
         const char *from = self->data + (at & (self->capacity - 1)) + sizeof record;
         PyObject *frame = found == RECORD ? frame_of(&record, from) : NULL;
+        if (found == RECORD && record.parts & ENCODED) frame = decoded(self, frame);
         if (!frame) {
             if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "what lies in the ring is no frame");
             break;
@@ -305,7 +322,7 @@ static PyObject *reader_pop(Ring *self, PyObject *after) {
     return NULL;
 }
 
-static PyObject *reader_take_bell(Ring *self, PyObject *unused) {
+static PyObject *reader_was_rung(Ring *self, PyObject *unused) {
     if (!is_ready(self)) return NULL;
     if (!self->armed || atomic_load_explicit(&self->ring->asleep, memory_order_relaxed)) Py_RETURN_FALSE;
     self->armed = 0;
@@ -319,6 +336,37 @@ static int reader_attend(Ring *self, PyObject *value, void *closure) {
     if (attended < 0) return -1;
     self->attended = (char)attended;
     return 0;
+}
+
+static PyObject *reader_decode(Ring *self, void *closure) {
+    PyObject *decode = self->decode ? self->decode : Py_None;
+    Py_INCREF(decode);
+    return decode;
+}
+
+static int reader_decode_by(Ring *self, PyObject *value, void *closure) {
+    PyObject *old = self->decode;
+    Py_XINCREF(value);
+    self->decode = value;
+    Py_XDECREF(old);
+    return 0;
+}
+
+/* ---- the bell: a frame of no parts on the stream, all of it at once or nothing */
+
+static PyObject *module_ring_bell(PyObject *module, PyObject *arg) {
+    uint32_t bell = 0;
+    long fd = PyLong_AsLong(arg);
+    if (PyErr_Occurred()) return NULL;
+    return PyBool_FromLong(send((int)fd, &bell, sizeof bell, MSG_DONTWAIT | MSG_NOSIGNAL) == sizeof bell);
+}
+
+static PyObject *module_take_bell(PyObject *module, PyObject *arg) {
+    uint32_t bell = 1;
+    long fd = PyLong_AsLong(arg);
+    if (PyErr_Occurred()) return NULL;
+    if (recv((int)fd, &bell, sizeof bell, MSG_DONTWAIT | MSG_PEEK) != sizeof bell || bell) Py_RETURN_FALSE;
+    return PyBool_FromLong(recv((int)fd, &bell, sizeof bell, MSG_DONTWAIT) == sizeof bell);
 }
 
 /* ---- many readers */
@@ -415,7 +463,7 @@ static PyMethodDef writer_methods[] = {
 };
 static PyMethodDef reader_methods[] = {
     {"pop", (PyCFunction)reader_pop, METH_O, NULL},
-    {"take_bell", (PyCFunction)reader_take_bell, METH_NOARGS, NULL},
+    {"was_rung", (PyCFunction)reader_was_rung, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 static PyGetSetDef writer_fields[] = {
@@ -425,6 +473,7 @@ static PyGetSetDef writer_fields[] = {
 static PyGetSetDef reader_fields[] = {
     {"position", (getter)ring_position, NULL, NULL, NULL},
     {"attended", (getter)reader_attended, (setter)reader_attend, NULL, NULL},
+    {"decode", (getter)reader_decode, (setter)reader_decode_by, NULL, NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 static PyType_Slot writer_slots[] = {
@@ -449,6 +498,8 @@ static PyType_Spec reader_spec = {"monarch.transports._ring.Reader", sizeof(Ring
 static PyMethodDef functions[] = {
     {"look", (PyCFunction)(void (*)(void))module_look, METH_FASTCALL, NULL},
     {"fall_asleep", (PyCFunction)module_fall_asleep, METH_O, NULL},
+    {"ring_bell", (PyCFunction)module_ring_bell, METH_O, NULL},
+    {"take_bell", (PyCFunction)module_take_bell, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_ring", NULL, -1, functions, NULL, NULL, NULL, NULL};

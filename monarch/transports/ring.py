@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _DATA_BYTES: Final = 128 << 10
 """Frames of more than an eighth of it go another way."""
 _HEAD_BYTES: Final = 256
-_VERSION: Final = 3
+_VERSION: Final = 4
 
 try:
     from monarch.transports import _ring as compiled
@@ -85,3 +85,13 @@ def look(readers: tuple[Reader, ...], epoll: int, time_s: float, bell: bytearray
 def fall_asleep(readers: tuple[Reader, ...]) -> list[int]:
     """The places of those that have something; where none has, all sleep from now on."""
     return compiled.fall_asleep(readers)
+
+
+def ring_bell(fd: int) -> bool:
+    """Put a bell into the stream of that socket: a frame of no parts. False, and nothing is sent: there is no room."""
+    return compiled.ring_bell(fd)
+
+
+def take_bell(fd: int) -> bool:
+    """Take a bell from the stream, if one comes next; between two frames only."""
+    return compiled.take_bell(fd)

@@ -1,8 +1,9 @@
 """Links between processes of a host: small frames through rings, beside a stream for everything else.
 
 Theory of operation. Each side makes the `ring` that it reads from, and passes it on with the first byte of the
-stream. A peer that can, pushes its small frames there. What is large, or finds the ring full, goes over the stream,
-which slows a sender down, carries descriptors, wakes, and tells how the link ends.
+stream. A peer that can, pushes its small frames there, and of large ones those whose encoding is small, because their
+parts lie elsewhere. What is large, or finds the ring full, goes over the stream, which slows a sender down, carries
+descriptors, wakes, and tells how the link ends.
 
 ```
     writer:  push ──────────────── ring ───────────────► pop  :reader
@@ -10,8 +11,8 @@ which slows a sender down, carries descriptors, wakes, and tells how the link en
     writer:  send ─────────────── stream ───────────────► recv :reader
 ```
 
-- *Order.* A record in the ring says how many frames of the stream come before it; a frame of the stream begins with a
-  part that says up to where the ring comes before it. Either waits for the other at the reader.
+- *Order.* A record in the ring says how many frames of the stream come before it; a frame that is encoded for the
+  stream begins with a part that says up to where the ring comes before it. Either waits for the other at the reader.
 - *Waking.* A *bell* is a frame of the stream without even that first part.
 - *Who looks.* A poller that knows of rings looks at them itself before it sleeps, and says so (`attended`); for others
   every pop that leaves nothing behind puts the reader to sleep.
@@ -26,6 +27,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from struct import Struct
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -33,6 +35,7 @@ from monarch.errors import RemoteProtocolError, TransportError
 from monarch.log import get_logger
 from monarch.transports import ring
 from monarch.transports.base import Buffer, Frame
+from monarch.transports.framing import BIG_BYTES, FrameDecoder, encode
 from monarch.transports.stream import StreamLink
 
 if TYPE_CHECKING:
@@ -42,7 +45,7 @@ log = get_logger("monarch.ring")
 
 _MARK: Final = Struct("<Q")
 _START: Final = _MARK.pack(0)
-_BELL: Final[list[list[Buffer]]] = [[]]
+_BELL: Final[list[Buffer]] = encode([])
 _WITH_RING: Final = b"r"
 _WITHOUT: Final = b"-"
 
@@ -65,13 +68,24 @@ class Carrier(Protocol):
     def recv(self, size: int, flags: int = 0) -> bytes: ...
 
 
+def _decode(decoder: FrameDecoder, encoded: bytes) -> Frame:
+    frames = decoder.feed(encoded)
+    if len(frames) != 1 or not frames[0] or not decoder.is_between_frames:
+        raise RemoteProtocolError(f"what was to be one frame is {len(frames)}")
+    del frames[0][0]  # its place
+    return frames[0]
+
+
 class RingLink:
     """A `Link` over a stream with a ring each way, where both sides can. See the module."""
 
-    def __init__(self, stream: StreamLink, carrier: Carrier) -> None:
+    def __init__(self, stream: StreamLink, carrier: Carrier, decoder: FrameDecoder | None = None) -> None:
+        """`decoder`: for what was encoded for the stream, and went through the ring. Another than that of the stream."""
         self._stream, self._carrier = stream, carrier
+        self._decoder = decoder or FrameDecoder()
         self.peer = stream.peer
         self.fileno = stream.fileno
+        self._fd = stream.fileno()
         self.flush_nowait = stream.flush_nowait
         self.ring: Reader | None = None
         self._writer: Writer | None = None
@@ -88,6 +102,7 @@ class RingLink:
         else:
             try:
                 fd, self.ring = ring.offer()
+                self.ring.decode = partial(_decode, self._decoder)
                 departing.append(fd)
             except OSError as error:
                 log.info("ring.refused", peer=self.peer, error=str(error))
@@ -112,17 +127,40 @@ class RingLink:
     def send_nowait(self, frames: Sequence[Sequence[Buffer]]) -> int:
         with self._send_lock:
             stream, writer = self._stream, self._writer
-            pushed = 0
-            if writer is not None and not stream.blocked:
-                pushed = writer.push(frames, self._sent)  # type: ignore[arg-type]
-                if pushed and writer.rouse():
-                    stream.send_nowait(_BELL)
-                if pushed == len(frames):
-                    return pushed
-            mark = _MARK.pack(writer.position) if writer is not None else _START
-            taken = stream.send_nowait([[mark, *frame] for frame in frames[pushed:]])
-            self._sent += taken
-            return pushed + taken
+            if writer is None or stream.blocked:
+                return self._send(frames)
+            sent = pushed = writer.push(frames, self._sent)  # type: ignore[arg-type]
+            while sent < len(frames):
+                if max(map(len, frames[sent]), default=0) < BIG_BYTES:
+                    break  # there is no room in the ring
+                pushed += self._send_large(writer, frames[sent])
+                sent += 1
+                if stream.blocked:
+                    break
+                more = writer.push(frames[sent:], self._sent)  # type: ignore[arg-type]
+                sent, pushed = sent + more, pushed + more
+            if pushed and writer.rouse() and not ring.ring_bell(self._fd):
+                stream.send_encoded(_BELL)
+            return sent if sent == len(frames) else sent + self._send(frames[sent:])
+
+    def _send(self, frames: Sequence[Sequence[Buffer]]) -> int:
+        """Over the stream."""
+        mark = self._mark()
+        taken = self._stream.send_nowait([[mark, *frame] for frame in frames])
+        self._sent += taken
+        return taken
+
+    def _send_large(self, writer: Writer, frame: Sequence[Buffer]) -> bool:
+        """Whether its parts lie elsewhere, and the rest fitted into the ring. The stream takes it otherwise."""
+        buffers = self._stream.encode([[self._mark(), *frame]])
+        if len(buffers) == 1 and not self._carrier.departing and writer.push([bytes(buffers[0])], self._sent):
+            return True
+        self._stream.send_encoded(buffers)
+        self._sent += 1
+        return False
+
+    def _mark(self) -> bytes:
+        return _START if self._writer is None else _MARK.pack(self._writer.position)
 
     # ---- receiving
 
@@ -132,7 +170,7 @@ class RingLink:
         try:
             if reader is not None:
                 frames = self._pop(reader)
-                if frames and not reader.take_bell():
+                if frames and (not reader.was_rung() or (self._stream.is_between_frames and ring.take_bell(self._fd))):
                     return frames
             if not self._is_open and not self._open():
                 return frames

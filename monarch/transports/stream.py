@@ -97,7 +97,7 @@ class StreamLink:
     _sock: socket.socket
     peer: str
     _decoder: FrameDecoder = field(factory=FrameDecoder)
-    _encode: Callable[[Sequence[Sequence[Buffer]]], list[Buffer]] = encode_joined
+    encode: Callable[[Sequence[Sequence[Buffer]]], list[Buffer]] = encode_joined
     _room_event: int = select.POLLOUT  # how the descriptor says that there is room again
     _send_lock: AbstractContextManager[bool, None] = field(factory=threading.Lock)  # the receiver answers a goodbye
     _out: deque[Buffer] = field(factory=deque, init=False)
@@ -114,6 +114,11 @@ class StreamLink:
     def blocked(self) -> bool:
         return bool(self._out)
 
+    @property
+    def is_between_frames(self) -> bool:
+        """Whether the next byte is the first of a frame."""
+        return self._decoder.is_between_frames
+
     def __repr__(self) -> str:
         return f"<StreamLink to {self.peer}>"
 
@@ -126,22 +131,33 @@ class StreamLink:
                 raise self._end or LinkClosed(f"the link to {self.peer} is closed")
             taken = self._room_for(frames) if len(frames) > 1 or self._out else len(frames)
             if taken:
-                buffers = self._encode(frames if taken == len(frames) else frames[:taken])
-                if len(buffers) == 1 and not self._out:  # the common case: a small frame, and room for it
-                    buffer = buffers[0]
-                    try:
-                        sent = self._sock.send(buffer)
-                    except (BlockingIOError, InterruptedError):
-                        sent = 0
-                    except OSError as error:
-                        raise self._broken(error) from error
-                    if sent == len(buffer):
-                        return taken
-                    buffers = [memoryview(buffer)[sent:]]
-                self._out += buffers
-                self._out_bytes += sum(map(len, buffers))
-            self._flush()
+                self._send(self.encode(frames if taken == len(frames) else frames[:taken]))
+            else:
+                self._flush()
             return taken
+
+    def send_encoded(self, buffers: list[Buffer]) -> None:
+        """As `send_nowait`, for what `encode` has returned; taken whatever the queue."""
+        with self._send_lock:
+            if self._is_shut:
+                raise self._end or LinkClosed(f"the link to {self.peer} is closed")
+            self._send(buffers)
+
+    def _send(self, buffers: list[Buffer]) -> None:
+        if len(buffers) == 1 and not self._out:  # the common case: a small frame, and room for it
+            buffer = buffers[0]
+            try:
+                sent = self._sock.send(buffer)
+            except (BlockingIOError, InterruptedError):
+                sent = 0
+            except OSError as error:
+                raise self._broken(error) from error
+            if sent == len(buffer):
+                return
+            buffers = [memoryview(buffer)[sent:]]
+        self._out += buffers
+        self._out_bytes += sum(map(len, buffers))
+        self._flush()
 
     def _room_for(self, frames: Sequence[Sequence[Buffer]]) -> int:
         """How many of the frames are taken: one after the other, until the queue is full."""

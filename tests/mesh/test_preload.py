@@ -39,6 +39,16 @@ def test_the_modules_of_the_setting_are_there(tmp_path: Path, monkeypatch: pytes
     assert "module_of_the_user" not in sys.modules
 
 
+def test_numpy_is_preloaded_where_the_driver_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    import numpy  # noqa: F401
+
+    with fresh_client("ipc", preload="auto"), monkeypatch.context() as patched:
+        patched.delitem(sys.modules, "torch", raising=False)
+        importer = this_host().spawn_procs().spawn("importer", Importer)
+        assert importer.has.call_one("numpy").get(20)
+        assert not importer.has.call_one("torch").get(20)
+
+
 @pytest.mark.slow
 @pytest.mark.torch
 def test_torch_is_preloaded_where_the_driver_has_it_and_works_in_each_process() -> None:
@@ -63,6 +73,7 @@ def test_torch_is_not_loaded_for_programs_that_import_it_later(monkeypatch: pyte
     with fresh_client("ipc", preload="auto"):
         with monkeypatch.context() as patched:
             patched.delitem(sys.modules, "torch")
+            patched.delitem(sys.modules, "numpy")
             this_host().spawn_procs().initialized.get(20)
         assert sys.modules["torch"] is torch
         importer = this_host().spawn_procs().spawn("importer", Importer)

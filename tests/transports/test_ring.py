@@ -85,13 +85,13 @@ def test_only_a_sleeper_is_to_be_woken_and_once(ends):
     reader.attended = True
     writer.push([[b"a"]], 0)
     assert writer.rouse() and not writer.rouse()  # until somebody looks
-    assert reader.take_bell()
+    assert reader.was_rung()
     assert ring.fall_asleep((reader,)) == [0] and not writer.rouse()  # it may not sleep
     reader.pop(0)
     assert ring.fall_asleep((reader,)) == []
     writer.push([[b"b"]], 0)
-    assert not reader.take_bell() and writer.rouse() and not writer.rouse()
-    assert reader.take_bell() and not reader.take_bell()
+    assert not reader.was_rung() and writer.rouse() and not writer.rouse()
+    assert reader.was_rung() and not reader.was_rung()
 
 
 @compiled
@@ -137,8 +137,14 @@ def test_what_is_no_bell_is_refused(bell):
 @compiled
 @pytest.mark.parametrize(
     "garbage",
-    [b"\xff" * 64, b"\x05" * 64, struct.pack("<IIQ", 64, 33, 0), struct.pack("<IIQI", 64, 1, 0, 45)],
-    ids=["skip", "size", "parts", "part"],
+    [
+        b"\xff" * 64,
+        b"\x05" * 64,
+        struct.pack("<IIQ", 64, 33, 0),
+        struct.pack("<IIQI", 64, 1, 0, 45),
+        struct.pack("<IIQII", 64, 1 << 31 | 2, 0, 1, 1),
+    ],
+    ids=["skip", "size", "parts", "part", "encoded"],
 )
 def test_what_is_no_frame_is_refused_and_nothing_outside_is_read(garbage):
     memory = mmap.mmap(-1, 256 + 4096)
@@ -148,6 +154,47 @@ def test_what_is_no_frame_is_refused_and_nothing_outside_is_read(garbage):
     assert reader.pop(0) == [[b"good"]]
     with pytest.raises(ValueError, match="no frame"):
         reader.pop(0)
+
+
+@compiled
+def test_what_is_encoded_is_decoded_where_it_comes_out(ends):
+    writer, reader = ends
+    reader.decode = lambda encoded: [b"decoded", encoded]
+    assert writer.push([[b"a"], b"abc", b"", [b"b"]], 0) == 4
+    assert reader.pop(0) == [[b"a"], [b"decoded", b"abc"], [b"decoded", b""], [b"b"]]
+
+
+@compiled
+def test_what_cannot_be_decoded_is_told_after_what_came_before(ends):
+    writer, reader = ends
+
+    def refuse(encoded: bytes) -> list[bytes]:
+        raise RemoteProtocolError("a number that is none")
+
+    writer.push([[b"a"], b"abc"], 0)
+    assert reader.pop(0) == [[b"a"]]
+    with pytest.raises(ValueError, match="no frame"):
+        reader.pop(0)  # nobody says how
+    reader.decode = refuse
+    with pytest.raises(RemoteProtocolError, match="none"):
+        reader.pop(0)
+
+
+@compiled
+def test_a_bell_goes_into_a_stream_and_only_a_bell_is_taken_from_it():
+    here, there = socket.socketpair()
+    with here, there:
+        assert not ring.take_bell(there.fileno())
+        assert ring.ring_bell(here.fileno()) and ring.take_bell(there.fileno())
+        here.send(b"\0\0\0\1frame")
+        assert not ring.take_bell(there.fileno()) and there.recv(100) == b"\0\0\0\1frame"
+        here.setblocking(False)
+        with suppress(BlockingIOError):
+            while True:
+                here.send(bytes(1 << 16))
+        assert not ring.ring_bell(here.fileno())
+        there.close()
+        assert not ring.ring_bell(here.fileno())
 
 
 @compiled

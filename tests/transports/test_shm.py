@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from monarch.errors import RemoteProtocolError
-from monarch.transports import registry
+from monarch.transports import registry, ring
 from monarch.transports.base import Link, Missing
 from monarch.transports.framing import ELSEWHERE, header
 from monarch.transports.pool import Pool
@@ -47,6 +47,20 @@ def test_a_large_part_is_lent_and_comes_back(pool, links):
     del frame
     assert pool.statistics()["lent_slots"] == 0
     assert pool.statistics()["free_slots"] == 1
+
+
+@pytest.mark.skipif(bool(ring.why_not), reason=ring.why_not or "there are rings")
+def test_from_the_second_of_a_segment_on_what_is_lent_takes_the_ring(pool, links, monkeypatch):
+    left, right = links
+    exchange(left, right, [[b"head", b"x" * MIB]])
+    assert left.recv_nowait() == []  # it knows the other's ring now
+    for way in "send", "sendmsg":
+        monkeypatch.setattr(left._carrier, way, lambda *_: pytest.fail("it went over the socket"))
+    frames = [[b"small"], [b"head", b"y" * MIB, b"tail"], [b"z" * MIB], [b"small"]]
+    assert left.send_nowait(frames) == len(frames)
+    receiver = Receiver(right)
+    wait_until(lambda: receiver.step() == len(frames), right)
+    assert receiver.frames == frames
 
 
 def test_memory_of_the_pool_is_not_copied_and_belongs_to_its_only_receiver(pool, links):

@@ -208,7 +208,7 @@ SETTINGS: Final[Mapping[str, Setting]] = {
             "preload",
             Modules(),
             "auto",
-            "What processes find imported already; `auto`: of numpy and torch, what the driver has imported at its first spawn.",
+            "What processes find imported already; `auto`: numpy and torch, if the driver had them at its first spawn.",
             _OURS,
         ),
         Setting(

@@ -80,7 +80,7 @@ class RingLink:
     """A `Link` over a stream with a ring each way, where both sides can. See the module."""
 
     def __init__(self, stream: StreamLink, carrier: Carrier, decoder: FrameDecoder | None = None) -> None:
-        """`decoder`: for what was encoded for the stream, and went through the ring. Another than that of the stream."""
+        """`decoder`: for what was encoded for the stream and went through the ring; not that of the stream."""
         self._stream, self._carrier = stream, carrier
         self._decoder = decoder or FrameDecoder()
         self.peer = stream.peer

@@ -15,11 +15,22 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from types import TracebackType
+from typing import Any
 
 from monarch.core import held
+from monarch.core.future import Future
+from monarch.errors import MonarchError
 from monarch.supervision.failure import MeshFailure
 
 _TELL_LIMIT_S = 1.0
+_HANDLER_S = 0.05, 1.0
+"""How long a handler of the error that a call met may take to begin, and to end, before the program is interrupted."""
+
+_ADVICE = """\
+The program ends over this. To go on after a failure of what the main program has spawned, assign a function to
+monarch.actor.unhandled_fault_hook; to catch the SupervisionError of a call is not enough. For what an actor has
+spawned, it is its __supervise__ that returns True."""
+
 _leaving = False
 
 
@@ -27,7 +38,8 @@ class Faults:
     """Failures that nobody handled: each goes to `monarch.actor.unhandled_fault_hook`, on a thread of its own.
 
     Where the hook raises (the default one does), the program ends: a report on stderr, KeyboardInterrupt in the main
-    thread, atexit functions, status 1. Once.
+    thread, atexit functions, status 1. Once. Where a call of the main thread has met the same, its error comes before
+    the KeyboardInterrupt, and its handler has a moment.
     """
 
     def __init__(self) -> None:
@@ -81,7 +93,7 @@ class Faults:
         text = f"Unhandled monarch error on the root actor, hostname={socket.gethostname()}, PID={os.getpid()} at time "
         because = "" if isinstance(error, SystemExit) else f"\nunhandled_fault_hook raised {error!r}"
         try:
-            sys.stderr.write(f"{text}{now}: {failure.report()}{because}\n")
+            sys.stderr.write(f"{text}{now}: {failure.report()}{because}\n{_ADVICE}\n")
             sys.stderr.flush()
         finally:
             sys.excepthook = exit_with_1
@@ -89,10 +101,11 @@ class Faults:
 
     def _end_program(self, failure: MeshFailure, error: BaseException) -> None:
         self._report(failure, error)
+        main = threading.main_thread().ident or 0
+        _let_handlers_end(main)
         if self.program_ends:
             return
         held.interrupted_because = f"{failure.member}: {failure.down}"
-        main = threading.main_thread().ident or 0
         if callable(signal.getsignal(signal.SIGINT)):
             signal.pthread_kill(main, signal.SIGINT)
             _end_calls_of_the_system(main)
@@ -103,6 +116,27 @@ class Faults:
         time.sleep(2 * _TELL_LIMIT_S)
         if not _leaving:
             leave_with_1()
+
+
+def _let_handlers_end(thread: int) -> None:
+    """Wait, bounded, for a thread whose call has met a failure: until it has raised that, and dealt with it."""
+    begin_s, limit_s = _HANDLER_S
+    deadline_s = time.monotonic() + limit_s
+    time.sleep(begin_s)
+    while _meets_a_failure(thread) and time.monotonic() < deadline_s:
+        time.sleep(0.005)
+
+
+def _meets_a_failure(thread: int) -> bool:
+    handled: Any = sys._current_exceptions().get(thread)
+    if isinstance(handled[1] if isinstance(handled, tuple) else handled, MonarchError):
+        return True
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        if frame.f_code is Future.get.__code__:
+            return bool(frame.f_locals["self"].done())
+        frame = frame.f_back
+    return False
 
 
 def _end_calls_of_the_system(thread: int) -> None:

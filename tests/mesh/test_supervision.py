@@ -285,6 +285,43 @@ def test_a_program_that_waits_for_a_call_ends_too() -> None:
     assert done.returncode == 1
 
 
+WHEN_IT_IS_TOLD = "monarch.actor.context().actor_instance._faults._told.wait(20)"
+
+
+@pytest.mark.parametrize("wait", ["call.get()", "asyncio.run(settle(call))"], ids=["get", "await"])
+def test_the_error_of_a_call_and_its_handler_come_before_the_end(wait: str) -> None:
+    done = run(
+        before=f"""
+import asyncio
+from monarch.mesh import faults
+faults._HANDLER_S = 0.05, 60.0
+async def settle(call):
+    await call
+call = this_host().spawn_procs().spawn("w", Worker).leave.call_one()
+try:
+    {wait}
+except monarch.actor.SupervisionError:
+    {WHEN_IT_IS_TOLD}
+    print("handled", sum(range(5_000_000)) > 0)
+import time; time.sleep(20); print("not reached")
+""",
+    )
+
+    assert done.returncode == 1
+    assert "handled True" in done.stdout and "not reached" not in done.stdout
+    assert "assign a function to\nmonarch.actor.unhandled_fault_hook" in done.stderr
+
+
+def test_a_program_that_handles_the_error_of_a_call_for_ever_ends_too() -> None:
+    done = run(
+        before="try:\n    this_host().spawn_procs().spawn('w', Worker).leave.call_one().get()\n"
+        "except monarch.actor.SupervisionError:\n    import time; time.sleep(20); print('not reached')"
+    )
+
+    assert done.returncode == 1
+    assert "not reached" not in done.stdout
+
+
 @pytest.mark.parametrize("end", ["", pytest.param("monarch.actor.shutdown_context().get()", marks=pytest.mark.slow)])
 def test_a_failure_over_the_last_messages_of_a_program_is_no_success(end: str) -> None:
     done = run(

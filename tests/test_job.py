@@ -105,6 +105,15 @@ def test_workers_end_with_the_program_that_has_no_cache(tmp_path: Path) -> None:
         wait_until_gone(pid)
 
 
+def test_a_worker_that_ends_before_it_listens_is_not_waited_for(client: TestClient, tmp_path: Path) -> None:
+    (tmp_path / "monarch.py").write_text("raise SystemExit(3)")
+    job = ProcessJob({"hosts": 2}, env={"PYTHONPATH": str(tmp_path)})
+    with pytest.raises(RuntimeError, match=r"attach failed: .* ended with exit code 3 before that answered"):
+        job.state(cached_path=None).hosts.initialized.get(LIMIT_S)
+    assert not job.active
+    job.kill()
+
+
 @pytest.mark.parametrize("meshes", [{}, {"hosts": 0}, {"hosts": "two"}])
 def test_bad_numbers_of_hosts_are_refused(meshes: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="at least 1"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 from abc import abstractmethod
@@ -11,13 +12,12 @@ from typing import Any, Final
 from attrs import define
 
 from monarch.job.base import JobState, JobTrait
-from monarch.job.workers import Started, end_all
+from monarch.job.workers import Started, attach, end_all
 from monarch.mesh import trust
-from monarch.mesh.attach import attach_with
 
 _LIMIT_S: Final = 30.0
-_HOLD: Final = '{ cat; exec sleep infinity; } | exec "$@"'
-"""Runs a command with an input that does not end before the command does."""
+_HOLD: Final = '"$@"; exit $?'
+"""Runs a command, and holds what it has inherited until that ends: the other end of the command's input, say."""
 
 
 @define(frozen=True)
@@ -36,7 +36,7 @@ class LoginJob(JobTrait):
         super().__init__()
         self._secret = trust.configured_or_new()
         self._names: dict[str, tuple[str, ...]] = {}
-        self._started: list[Started] = []
+        self._started: dict[str, Started] = {}  # by host: it may be of several meshes
 
     def add_mesh(self, name: str, hosts: Sequence[str]) -> None:
         """A mesh of those hosts, in this order."""
@@ -54,23 +54,26 @@ class LoginJob(JobTrait):
             raise ValueError("this job has no hosts: add_mesh(NAME, [HOST, ...]) first")
         for hosts in self._names.values():
             for host in hosts:
-                state = self._start_host(host)
-                self._started.append(Started.of(state.pid, state.address))
+                if host not in self._started:
+                    state = self._start_host(host)
+                    self._started[host] = Started.of(state.pid, state.address)
 
     def _state(self) -> JobState:
-        urls = iter([each.url for each in self._started])
         return JobState(
-            {name: attach_with(self._secret, [next(urls) for _ in hosts], name) for name, hosts in self._names.items()}
+            {
+                name: attach(self._secret, [self._started[host] for host in hosts], name)
+                for name, hosts in self._names.items()
+            }
         )
 
     def _is_alive(self) -> bool:
-        return bool(self._started) and all(each.is_alive() for each in self._started)
+        return bool(self._started) and all(each.is_alive() for each in self._started.values())
 
     def can_run(self, spec: JobTrait) -> bool:
         return type(spec) is type(self) and isinstance(spec, LoginJob) and spec._names == self._names and self.active
 
     def _kill(self) -> None:
-        end_all(self._started)
+        end_all([*self._started.values()])
         self._started.clear()
 
 
@@ -113,15 +116,17 @@ class SSHJob(LoginJob):
         address = f"tcp://[{host}]:{self._port}" if ":" in host else f"tcp://{host}:{self._port}"
         worker = ["worker", "--listen", f"{address}@tcp://0.0.0.0:{self._port}", "--secret-from-stdin", "--until-eof"]
         command = [*self._ssh, "-T", name, shlex.join([self._python, "-m", "monarch", *worker])]
+        reads, writes = os.pipe()
+        os.write(writes, self._secret + b"\n")
         if self._lasting:
-            command = ["/bin/sh", "-c", _HOLD, "sh", *command]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+            held = ["/bin/sh", "-c", _HOLD, "sh", *command]
+            process = subprocess.Popen(held, stdin=reads, pass_fds=[writes], start_new_session=True)
+            os.close(writes)
+        else:
+            process = subprocess.Popen(command, stdin=reads, start_new_session=True)
+            process.stdin = os.fdopen(writes, "wb")
+        os.close(reads)
         self._ties.append(process)
-        assert process.stdin is not None
-        process.stdin.write(self._secret + b"\n")
-        process.stdin.flush()
-        if self._lasting:
-            process.stdin.close()
         return ProcessState(process.pid, address)
 
     def _host_of(self, name: str) -> str:

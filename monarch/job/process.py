@@ -9,12 +9,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from monarch.job.base import JobState, JobTrait
-from monarch.job.workers import Started, end_all
-from monarch.mesh.attach import attach_to_workers
+from monarch.job.workers import Started, attach, end_all
 
 
 class ProcessJob(JobTrait):
@@ -67,11 +67,8 @@ class ProcessJob(JobTrait):
             )
 
     def _state(self) -> JobState:
-        meshes = {}
-        urls = iter([worker.url for worker in self._workers])
-        for name, count in self._meshes.items():
-            meshes[name] = attach_to_workers(workers=[next(urls) for _ in range(count)], name=name)
-        return JobState(meshes)
+        workers = iter(self._workers)
+        return JobState({name: attach(None, [*islice(workers, count)], name) for name, count in self._meshes.items()})
 
     def can_run(self, spec: JobTrait) -> bool:
         same = isinstance(spec, ProcessJob) and (spec._meshes, spec._env) == (self._meshes, self._env)

@@ -1,4 +1,5 @@
-"""Processes of this machine that a job has started: known again by a later program, and ended with all they started."""
+"""Processes of this machine that a job has started: attached to, known again by a later program, and ended with all
+they started."""
 
 from __future__ import annotations
 
@@ -7,10 +8,14 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from attrs import define
+
+from monarch.mesh.attach import attach_with
+from monarch.mesh.host_mesh import HostMesh
 
 _GRACE_S: Final = 1.0
 _LOOK_S: Final = 0.01
@@ -42,6 +47,27 @@ class Started:
             for pid in _session(self.pid):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signum)
+
+
+def attach(secret: bytes | None, workers: Sequence[Started], name: str) -> HostMesh:
+    """As `attach_with`; a worker that ends before it has answered is not waited for."""
+    mesh = attach_with(secret, [worker.url for worker in workers], name)
+    for worker, attachment in zip(workers, mesh._attachments or (), strict=True):
+        with contextlib.suppress(OSError):  # a kernel that does not tell of ends, or a process that has been reaped
+            pidfd = os.pidfd_open(worker.pid)
+            attachment.depend_on(pidfd, partial(_end_of, worker.pid, pidfd))
+    return mesh
+
+
+def _end_of(pid: int, pidfd: int) -> str:
+    """How a process has ended, which stays to be reaped."""
+    how = ""
+    with contextlib.suppress(ChildProcessError):  # an earlier program has started it
+        found = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if found is not None:
+            kind = "exit code" if found.si_code == os.CLD_EXITED else "signal"
+            how = f" with {kind} {found.si_status}"
+    return f"process {pid}, which runs the worker, ended{how} before that answered"
 
 
 def end_all(workers: Sequence[Started]) -> None:

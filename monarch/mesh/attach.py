@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from attrs import evolve
@@ -82,6 +82,21 @@ class Attachment:
     def _give_up(self, why: str) -> None:
         if self._peer.state is State.NEW and self._peer.is_on_hold:
             self._runtime.gateway.peers.declare_gone(self.host, Down("unreachable", why))
+
+    def depend_on(self, fd: int, why: Callable[[], str]) -> None:
+        """Wait for an answer until `fd` is readable, and no longer: `why` says what that means. Owns `fd`."""
+        gateway = self._runtime.gateway
+
+        def end() -> None:
+            if self._peer.state is State.NEW:
+                gateway.peers.declare_gone(self.host, Down("unreachable", why()))
+
+        def forget() -> None:
+            gateway.remove_pollable(fd)
+            os.close(fd)
+
+        gateway.add_pollable(fd, end)
+        self.answer._on_done(lambda: gateway.call_later(0.0, forget))  # where nobody polls it meanwhile
 
     def failure(self) -> Exception | None:
         """Why attaching has failed; None: it has not. Call it once `answer` is there."""

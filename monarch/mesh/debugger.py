@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from attrs import define
@@ -114,6 +114,9 @@ class Desk:
             terminal.attached = None
             terminal.write(f"{session.waiter} {how}\n{PROMPT}")
 
+    def _waiting_as(self, name: str) -> list[_Session]:
+        return [s for s in self._sessions.values() if s.waiter.name == name and s.place is not None]
+
     def waiting(self) -> list[tuple[Waiter, Place]]:
         """Who waits, by name and rank."""
         with self._lock:
@@ -155,13 +158,10 @@ class Desk:
     def attach(self, terminal: Terminal, name: str, rank: int | None) -> str | None:
         """Returns what is wrong, if it is."""
         with self._lock:
-            named = [s for s in self._sessions.values() if s.waiter.name == name and s.place is not None]
+            named = self._waiting_as(name)
             found = [s for s in named if rank in (None, s.waiter.rank)]
             if len(found) != 1:
-                ranks = ", ".join(str(s.waiter.rank) for s in named)
-                return (
-                    f"give one of the ranks of {name!r} that wait: {ranks}" if named else f"no {name!r} waits; see list"
-                )
+                return f"give one of the ranks of {name!r} that wait: {_ranks(named)}" if named else _nobody(name)
             (session,) = found
             if session.terminal is not None:
                 return f"somebody else is attached to {session.waiter}"
@@ -194,11 +194,18 @@ class Desk:
         """Send a command to several; the terminal shows their answers. Returns to how many.
 
         Raises:
-            ValueError: the spec cannot be read.
+            ValueError: the spec cannot be read, or there is nobody that it means.
         """
         with self._lock:
-            named = [s for s in self._sessions.values() if s.waiter.name == name and s.place is not None]
-            chosen = [s for s in named if matches(spec, s.waiter.rank, dict(s.waiter.point)) and s.terminal is None]
+            named = self._waiting_as(name)
+            meant = [s for s in named if matches(spec, s.waiter.rank, dict(s.waiter.point))]
+            if not meant:
+                raise ValueError(
+                    f"ranks({spec}) is none that waits of {name!r}: {_ranks(named)}" if named else _nobody(name)
+                )
+            chosen = [s for s in meant if s.terminal is None]
+            if not chosen:
+                raise ValueError(f"somebody else is attached to {', '.join(str(s.waiter) for s in meant)}")
             for session in chosen:
                 session.terminal, session.attached = terminal, False
                 self._send_to(session, command)
@@ -264,6 +271,14 @@ class Terminal:
             except ValueError as error:
                 return f"{error}\n"
         return HELP if word in ("h", "help", "?") else "" if not word else f"unknown command {word!r}; see help\n"
+
+
+def _nobody(name: str) -> str:
+    return f"no {name!r} waits; see list"
+
+
+def _ranks(sessions: Sequence[_Session]) -> str:
+    return ", ".join(map(str, sorted(s.waiter.rank for s in sessions)))
 
 
 def matches(spec: str, rank: int, point: dict[str, int]) -> bool:

@@ -172,6 +172,19 @@ def test_cast_sends_to_the_ranks_and_shows_each_answer(scene):
     assert scene.type("attach trainer 3") == "(Pdb) "
 
 
+def test_cast_to_nobody_says_who_waits(scene):
+    scene.stop(0)
+    taken = scene.stop(1)
+    scene.come()
+    assert scene.type("cast trainer ranks(7) p x") == f"ranks(7) is none that waits of 'trainer': 0, 1\n{PROMPT}"
+    assert scene.type("cast critic ranks() p x") == f"no 'critic' waits; see list\n{PROMPT}"
+
+    scene.type("attach trainer 1")
+    scene.come()
+    assert scene.type("cast trainer ranks(1) p x") == f"somebody else is attached to {taken}\n{PROMPT}"
+    assert scene.sent == []
+
+
 def test_continue_lets_all_go_and_clears_their_breakpoints(scene):
     actors = [scene.stop(rank) for rank in (0, 3)]
     scene.come()

@@ -12,9 +12,21 @@ import pickle
 import random
 import types
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, Protocol, TypeVar, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    Final,
+    Generic,
+    Literal,
+    NoReturn,
+    ParamSpec,
+    Protocol,
+    TypeVar,
+    overload,
+)
 
 from attrs import define
 
@@ -51,6 +63,14 @@ def _check_takes(method: Callable[..., Any], hidden: list[str]) -> None:
         raise TypeError(f"endpoint {getattr(method, '__qualname__', method)} needs a parameter for {hidden[room]}")
 
 
+def _refuse_object(name: str, /, *_: object, **__: object) -> NoReturn:
+    text = "is of an object that was not spawned: procs.spawn(name, Class, ...) gives a mesh, which has adverbs"
+    raise TypeError(f"{name!r} {text}; an actor calls its own method, self.{name}(...)")
+
+
+_ADVERBS: Final = ("call", "call_fail_fast", "call_settled", "call_one", "choose", "stream", "broadcast", "rref")
+
+
 class EndpointProperty(Generic[P, R]):
     """A decorated method. On the class it is itself; on an instance the plain method; on a mesh see `Endpoint`."""
 
@@ -84,6 +104,9 @@ class EndpointProperty(Generic[P, R]):
         self.__name__ = getattr(method, "__name__", "endpoint")
         self.__doc__ = method.__doc__
         self.__isabstractmethod__ = getattr(method, "__isabstractmethod__", False)
+        for adverb in _ADVERBS:  # of the bound method, which an object that was not spawned has
+            with suppress(AttributeError):  # it has no attributes
+                setattr(method, adverb, partial(_refuse_object, self.__name__))
 
     @overload
     def __get__(self, instance: None, owner: type) -> EndpointProperty[P, R]: ...

@@ -97,6 +97,7 @@ REFUSED: list[tuple[Callable[[ProcMesh, Any], Any], type[Exception], str]] = [
     (lambda p, a: a.echo.call_one(1), ValueError, "'echo' requires exactly 1 actor, but mesh has 4"),
     (lambda p, a: a.slice(gpus=slice(2, 2)).echo.choose(1), ValueError, "'echo' needs an actor"),
     (lambda p, a: a.echo(1), TypeError, r"called by an adverb: echo\.call"),
+    (lambda p, a: Echo().echo.call_one(1), TypeError, r"'echo' is of an object that was not spawned: procs\.spawn"),
     (lambda p, a: a.undecorated(), RuntimeError, "'undecorated' .* is no endpoint: decorate it with @endpoint"),
     (lambda p, a: a.undecorated.call(), AttributeError, "'undecorated' .* is no endpoint: decorate it"),
     (lambda p, a: a.ecko.call(1), AttributeError, "no endpoint 'ecko'; it has echo"),

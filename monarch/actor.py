@@ -66,7 +66,8 @@ def hosts_from_config(name: str) -> HostMesh:
 def unhandled_fault_hook(failure: MeshFailure) -> Any:
     """What happens to a failure that nobody handled. Assign another function: `monarch.actor.unhandled_fault_hook = f`.
 
-    A normal return drops the failure. This one ends the program, with status 1.
+    A normal return drops the failure. This one ends the program, with status 1. It runs on the thread `monarch-faults`,
+    for one failure after the other; at the end of the program, on the main thread.
     """
     sys.exit(1)
 

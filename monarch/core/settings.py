@@ -452,7 +452,26 @@ export = _process.export
 install = _process.install
 
 
-def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Variables that look like settings of an actor runtime and have no meaning here, sorted."""
-    known = {setting.variable for setting in SETTINGS.values()}
-    return sorted(name for name in environ if name.startswith("HYPERACTOR_") and name not in known)
+_OTHERS: Final = "BOOTSTRAP_FD", "HOST_ID", "INSECURE", "LOG", "OUTLIVE", "RDMA_RUNNER", "RING", "SECRET", "SECRET_FILE"
+OTHER_VARIABLES: Final = frozenset(_OURS + name for name in _OTHERS)
+"""Variables of this library that are no settings; beside them, `monarch exec` sets some for each dimension."""
+
+
+def unknown_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Variables that look like settings of an actor runtime and have no meaning here, sorted, each with the one that is
+    meant, perhaps, or "". Of those that begin with `MONARCH_`, which others use too, only what is near to another."""
+    known = {setting.variable for setting in SETTINGS.values()} | OTHER_VARIABLES
+    keys = {_key(variable): variable for variable in known}
+    found = {}
+    for name in sorted(set(environ) - known):
+        if name.startswith(("HYPERACTOR_", _OURS)):
+            near = difflib.get_close_matches(_key(name), keys, n=1, cutoff=0.8)
+            if near or not name.startswith(_OURS):
+                found[name] = keys[near[0]] if near else ""
+    return found
+
+
+def _key(variable: str) -> str:
+    for prefix in (_MESH, "HYPERACTOR_", _OURS):
+        variable = variable.removeprefix(prefix)
+    return variable

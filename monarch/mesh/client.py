@@ -164,8 +164,8 @@ class RootClient(ProcClient):
 def make() -> Context:
     """Make the client of this process. Called once, by `context()`."""
     show_what_was_asked_for()
-    for variable in settings.unknown_variables():
-        log.warning("setting.unknown", variable=variable)
+    for variable, meant in settings.unknown_variables().items():
+        log.warning("setting.unknown", variable=variable, **({"meant": f"{meant}?"} if meant else {}))
     wanted = settings.get("default_transport")
     if "://" in wanted:
         scheme, listen = parse(wanted).scheme, wanted

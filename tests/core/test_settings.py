@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import re
 import threading
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -12,6 +14,8 @@ from monarch.core import settings
 from monarch.core.setting_kinds import ChannelTransport, UnsupportedTransport
 from monarch.core.settings import SETTINGS, Settings
 from monarch.errors import NotViable
+
+SOURCES = Path(settings.__file__).parents[1]
 
 
 @pytest.fixture
@@ -346,6 +350,22 @@ def test_variables_without_a_meaning_can_be_listed():
         "HYPERACTOR_SPLIT_MAX_BUFFER_AGE": "1s",
         "HOME": "/",
         "MONARCH_X": "1",
+        "MONARCH_LOG": "debug",
+        "MONARCH_RANK_gpus": "0",
+        "MONARCH_CLEANUP_TIMEOUT": "1s",
+        "MONARCH_SECRETS_FILE": "/secret",
     }
 
-    assert settings.unknown_variables(environ) == ["HYPERACTOR_SPLIT_MAX_BUFFER_AGE"]
+    assert settings.unknown_variables(environ) == {
+        "HYPERACTOR_SPLIT_MAX_BUFFER_AGE": "",
+        "MONARCH_CLEANUP_TIMEOUT": "HYPERACTOR_CLEANUP_TIMEOUT",
+        "MONARCH_SECRETS_FILE": "MONARCH_SECRET_FILE",
+    }
+
+
+def test_no_variable_of_this_library_is_unknown():
+    sources = "".join(path.read_text() for path in SOURCES.rglob("*.py"))
+    read = set(re.findall(r"\bMONARCH_[A-Z_]*[A-Z]\b", sources))
+    assert "MONARCH_HOST_ID" in read
+
+    assert settings.unknown_variables(dict.fromkeys(read, "1")) == {}

@@ -9,10 +9,10 @@ acceptor  HMAC-SHA256(secret, "acceptor" + version + dialer's nonce + acceptor's
 dialer    HMAC-SHA256(secret, "dialer" + ...)       only after the acceptor's proof was good
 ```
 
-The secret never travels. Nonces make a recorded handshake worthless, the role in the proof keeps a stranger from
-sending ours back to us, and a stranger who squats an address learns nothing and gets nothing. The bytes after the
-handshake are not encrypted: it tells friends from strangers, it does not protect against someone who can change
-packets on their way.
+The secret never travels. Nonces make a recorded handshake worthless, and the role in the proof keeps a stranger from
+sending ours back to us. One who squats an address learns nothing. The bytes after the handshake are not encrypted: it
+tells friends from strangers, it does not protect against someone who can change packets on their way, or who stands
+between two friends and passes their handshake on.
 """
 
 from __future__ import annotations

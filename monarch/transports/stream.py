@@ -20,7 +20,7 @@ import socket
 import struct
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from itertools import islice
@@ -386,12 +386,24 @@ class _Newcomer:
     deadline_s: float
     unsent: bytes
     greeting_bytes: int
+    network: str = ""  # where it comes from
     greeting: bytes = b""  # what it sent after the handshake
 
     def greet(self) -> None:
         """Say what we say first, which fits into an empty socket; TLS comes before it, where there is any."""
         with suppress(BlockingIOError):
             self.unsent = self.unsent[self.sock.send(self.unsent) :] if self.unsent else b""
+
+
+def network_of(address: Any) -> str:
+    """Whoever has one address of a network can have the others, too: over IPv6 there are 2^64. "" for unix sockets."""
+    if not isinstance(address, tuple):
+        return ""
+    host: str = address[0]
+    if ":" not in host:
+        return host
+    packed = socket.inet_pton(socket.AF_INET6, host.partition("%")[0])
+    return (packed[:8] if any(packed[:8]) else packed).hex()  # those without are IPv4 addresses, or loopback
 
 
 @define(eq=False, repr=False)
@@ -401,7 +413,7 @@ class StreamListener:
     Nothing here blocks and no thread is needed: `fileno` is a selector over the socket and all newcomers, and
     `accept_nowait` moves every one of them on as far as its bytes allow. At most `max_newcomers` are unfinished at a
     time; one more pushes out the oldest, because a friend needs milliseconds and the oldest is most likely a stranger
-    that says nothing.
+    that says nothing: the oldest of the network that most come from, so that a flood pushes out itself.
     """
 
     _sock: Acceptor
@@ -481,14 +493,14 @@ class StreamListener:
                 if link is not None:
                     links.append(link)
         now_s = self._clock()
-        while self._newcomers and next(iter(self._newcomers.values())).deadline_s <= now_s:
-            self._drop_oldest()
+        while self._newcomers and (oldest := next(iter(self._newcomers.values()))).deadline_s <= now_s:
+            self._forget(oldest)
         return links
 
     def _accept(self) -> None:
         for _ in range(self._max_newcomers):
             try:
-                sock, _ = self._sock.accept()
+                sock, address = self._sock.accept()
             except (BlockingIOError, InterruptedError):
                 return
             except OSError as error:
@@ -507,21 +519,23 @@ class StreamListener:
             try:
                 sock = self._wrap(sock)
                 deadline_s = self._clock() + self._handshake_s
-                newcomer = _Newcomer(sock, handshake, deadline_s, handshake.greeting, self._greeting_bytes)
+                newcomer = _Newcomer(
+                    sock, handshake, deadline_s, handshake.greeting, self._greeting_bytes, network_of(address)
+                )
                 newcomer.greet()
             except OSError as error:
                 self._on_refused(error)
                 sock.close()
                 continue
             if len(self._newcomers) >= self._max_newcomers:
-                self._drop_oldest()
+                self._push_one_out()
             self._newcomers[sock.fileno()] = newcomer
             self.selector.register(sock, selectors.EVENT_READ, newcomer)
 
     def _make_room(self) -> bool:
-        """No descriptor is free: give up the oldest newcomer, else refuse the next one."""
+        """No descriptor is free: give up a newcomer, else refuse the next one."""
         if self._newcomers:
-            self._drop_oldest()
+            self._push_one_out()
             return True
         return self._spare.turn_away(self._sock)
 
@@ -556,8 +570,10 @@ class StreamListener:
         if link is not None:
             links.append(link)
 
-    def _drop_oldest(self) -> None:
-        self._forget(next(iter(self._newcomers.values())))
+    def _push_one_out(self) -> None:
+        newcomers = self._newcomers.values()
+        ((most, _),) = Counter(each.network for each in newcomers).most_common(1)
+        self._forget(next(each for each in newcomers if each.network == most))
 
     def _forget(self, newcomer: _Newcomer, close: bool = True) -> None:
         self.selector.unregister(newcomer.sock)

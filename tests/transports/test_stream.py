@@ -9,6 +9,7 @@ import socket
 import stat
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ import pytest
 from monarch.errors import LinkClosed, LinkSevered, RemoteProtocolError
 from monarch.transports import registry
 from monarch.transports.framing import GOODBYE, encode
-from monarch.transports.stream import IOV_MAX, StreamLink, StreamListener
+from monarch.transports.stream import IOV_MAX, StreamLink, StreamListener, network_of
 from tests.transports.drive import SECRET, Receiver, Sender, dial_and_accept, exchange, wait_until
 
 
@@ -133,6 +134,42 @@ def test_one_newcomer_too_many_pushes_out_the_oldest(bound):
     for s in strangers:
         s.close()
     listener.close()
+
+
+def test_a_flood_pushes_out_those_of_its_own_address():
+    with socket.create_server(("127.0.0.1", 0)) as server, ExitStack() as stack:
+        listener = listener_on(server, max_newcomers=3)
+
+        def newcomer(source: str) -> socket.socket:
+            sock = stack.enter_context(socket.create_connection(server.getsockname(), 5, (source, 0)))
+            listener.accept_nowait()
+            assert len(sock.recv(100)) == 42
+            return sock
+
+        friend = newcomer("127.0.0.1")
+        flood = [newcomer("127.0.0.2") for _ in range(10)]
+        assert [each.recv(1) for each in flood[:8]] == [b""] * 8
+        for each in (friend, *flood[8:]):
+            each.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                each.recv(1)
+        listener.close()
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        (("192.0.2.1", 1), ("192.0.2.1", 2), True),
+        (("192.0.2.1", 1), ("192.0.2.2", 1), False),
+        (("2001:db8::1", 1, 0, 0), ("2001:db8::ffff:1", 2, 0, 0), True),
+        (("2001:db8::1", 1, 0, 0), ("2001:db8:0:1::1", 1, 0, 0), False),
+        (("fe80::1%eth0", 1, 0, 2), ("fe80::2%eth0", 1, 0, 2), True),
+        (("::ffff:192.0.2.1", 1, 0, 0), ("::ffff:192.0.2.2", 1, 0, 0), False),
+        ("", b"\0a name", True),
+    ],
+)
+def test_addresses_that_one_stranger_can_have_are_of_one_network(one: object, other: object, same: bool) -> None:
+    assert (network_of(one) == network_of(other)) is same
 
 
 def test_running_out_of_descriptors_is_survived():

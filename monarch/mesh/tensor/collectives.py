@@ -31,7 +31,10 @@ Dims = str | Sequence[str] | None
 
 def _dims(lane: Lane, dims: Dims) -> tuple[str, ...]:
     labels = lane.region._labels
-    given = labels if dims is None else (dims,) if isinstance(dims, str) else tuple(dims)
+    given = labels if dims is None else (dims,) if isinstance(dims, str) else dims
+    if not isinstance(given, (tuple, list)) or not all(isinstance(dim, str) for dim in given):
+        raise TypeError(f"dims is {dims!r}; it can be a dimension of the mesh, by name, several, or None for all")
+    given = tuple(given)
     check_dimensions(lane.region, given, "the mesh of the tensor")
     if len(set(given)) != len(given):
         raise ValueError(f"a dimension is there twice: {list(given)}")
@@ -64,6 +67,8 @@ def _check(tensor: Any, dims: Dims, how: str, scatter: bool, mesh: Any) -> tuple
         )
     if how in ("band", "bor", "bxor") and (tensor.is_floating_point() or tensor.is_complex()):
         raise ValueError(f"reduction {how!r} works on integers and booleans, not on {tensor.dtype}")
+    if how == "avg" and tensor.dtype == torch.bool:
+        raise ValueError("booleans have no average")
     if how in ("min", "max") and tensor.is_complex():
         raise ValueError(f"complex numbers have no order for {how!r}")
     return Reduction(which, how, scatter, tensor._ref.meta), size
@@ -72,8 +77,8 @@ def _check(tensor: Any, dims: Dims, how: str, scatter: bool, mesh: Any) -> tuple
 def _issue(tensor: Tensor, reduction: Reduction, target: int, result: int) -> None:
     lane = tensor._ref.place.lane
     engine = lane.engine
-    if engine.recorder is not None:
-        engine.recorder.uses([tensor._ref])
+    if (recorder := engine.recorder) is not None:
+        recorder.uses([tensor._ref])
     stack = here(3)
     number = lane.append((int(Op.REDUCE), tensor._ref.number, reduction, target, result), stack)
     engine.remember(lane.number, number, stack)
@@ -101,7 +106,8 @@ def reduce(
     Raises:
         KeyError: no such dimension.
         ValueError: a dimension is there twice, the reduction is unknown or not for this dtype, `out` does not fit.
-        TypeError: a tensor cannot be used here; with `scatter`, its first dimension is not as large as the group.
+        TypeError: a tensor cannot be used here; with `scatter`, its first dimension is not as large as the group;
+            `dims` are no names.
     """
 
     def reduced(tensor: Any, into: Any = None) -> Any:
@@ -180,6 +186,7 @@ def to_mesh(tensors: Any, mesh: ProcMesh, stream: Stream | None = None) -> Any:
         stream: that the result belongs to; the tensor's own where not given.
 
     Raises:
+        TypeError: a tensor cannot be used here, or `mesh` is none.
         ValueError: the other mesh lacks a dimension, has it in another size, or belongs to other processes.
     """
 

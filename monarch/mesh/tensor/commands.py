@@ -57,6 +57,7 @@ class Template:
 
     Attributes:
         operator: as ("aten", "add", "Tensor").
+        default_dtype: the controller's, which results may have.
         holes: how many tensors and varying numbers it takes.
         results: NEW, NOTHING or ALIASED, for each.
         mutates: which holes it writes to.
@@ -65,6 +66,7 @@ class Template:
     operator: tuple[str, str, str]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    default_dtype: torch.dtype
     holes: int
     results: tuple[int, ...]
     mutates: tuple[int, ...]

@@ -34,6 +34,8 @@ _MOST_PLANS: Final = 16384
 _plans: dict[tuple[Any, ...], Plan] = {}
 _DETACH: Final = torch.ops.aten.detach.default
 _FULL: Final = torch.ops.aten.full.default
+_FILLING: Final = (_FULL, torch.ops.aten.scalar_tensor.default)
+"""Factories whose number is the value of elements alone; of others, shapes may depend on it."""
 _SETTING: Final = frozenset(
     f"aten::{name}" for name in ("copy_", "fill_", "index_put", "index_put_", "_index_put_impl_")
 )
@@ -75,7 +77,10 @@ class Activation:
     def __init__(self, mesh: ProcMesh | None) -> None:
         self.mesh = mesh
         self._engine = None if mesh is None else engine_of(mesh)
-        self.lane = None if mesh is None or self._engine is None else self._engine.lane(mesh)
+        self.lane = None
+        if mesh is not None and self._engine is not None:
+            self._engine.refuse_lost()
+            self.lane = self._engine.lane(mesh)
         if not _active.meshes:
             _active.mode = _Mode()
             _active.mode.__enter__()
@@ -148,7 +153,7 @@ def plain_torch() -> Iterator[None]:
 
 def dispatch(func: Any, args: Any, kwargs: dict[str, Any], where: Place | None = None) -> Any:
     """Issue an operator; returns handles for its results. A factory makes them on the active mesh, or `where`."""
-    key: list[Any] = [id(func)]  # which has a slow hash; the plan keeps it alive
+    key: list[Any] = [id(func), torch.get_default_dtype()]  # a function has a slow hash; the plan keeps it alive
     refs: list[Ref] = []
     varying: list[float] = []
     tensors: list[Any] = []  # all of them, local ones too
@@ -160,8 +165,9 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any], where: Place | None =
         if tensors or (where is None and (not _makes_tensors(func) or _stays_here(kwargs))):
             return func(*args, **kwargs)
         place = where or active_place()
-        key += (torch.get_default_dtype(), *varying)
-        varying = []
+        if func not in _FILLING:
+            key += map(repr, varying)
+            varying = []
     else:
         place = refs[0].place
         suspect = len(refs) != len(tensors) or place.stream is not get_active_stream()
@@ -187,19 +193,20 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any], where: Place | None =
             if refs[at].borrow is not None or refs[at].borrowed:
                 refuse_wrong(func, tensors, [tensors[each] for each in found.mutates])
     lane = place.lane
-    if found.number not in lane.templates:
-        lane.define_template(found.number, found.template)
     engine = lane.engine
-    if engine.recorder is not None:
-        engine.recorder.uses(refs)
-    number = engine.new(found.new) if found.new else 0
-    command: list[Any] = [found.number]
-    for ref in refs:
-        command.append(ref.number)
-    for value in varying:
-        command.append((value,))
-    command.append(number)
-    lane.append(tuple(command), stack_of(sys._getframe(1)))
+    with engine.lock:
+        if found.number not in lane.templates:
+            lane.define_template(found.number, found.template)
+        if (recorder := engine.recorder) is not None:
+            recorder.uses(refs)
+        number = engine.new(found.new) if found.new else 0
+        command: list[Any] = [found.number]
+        for ref in refs:
+            command.append(ref.number)
+        for value in varying:
+            command.append((value,))
+        command.append(number)
+        lane.append(tuple(command), stack_of(sys._getframe(1)))
     if found.single is not None:
         return Tensor(Ref(number, place, found.single))
     results: list[Any] = []
@@ -234,6 +241,8 @@ def _survey(
         elif kind is list or kind is tuple:
             key.append(len(arg))
             _survey(arg, key, refs, None, tensors)
+        elif kind is float or kind is complex:
+            key.append(repr(arg))  # which tells -0.0 from 0.0, and no NaN from another
         elif isinstance(arg, torch.Tensor):
             tensors.append(arg)
         elif isinstance(arg, torch.Generator):
@@ -293,23 +302,12 @@ def _planned(
 
     holed_args = [holed(each) for each in args]
     holed_kwargs = {name: holed(each) for name, each in kwargs.items()}
-    if not refs:
-        holed_kwargs = _complete(func, holed_kwargs)
     found = plan(next_number(), func, holed_args, holed_kwargs, [ref.meta for ref in refs], len(varying))
     if len(_plans) >= _MOST_PLANS:
         _plans.clear()
         forget_templates()
     _plans[key] = found
     return found
-
-
-def _complete(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The controller's default dtype counts, not that of the workers."""
-    takes = any(argument.name == "dtype" for argument in func._schema.arguments)
-    inferred = func._schema.name in ("aten::arange", "aten::full", "aten::scalar_tensor")
-    if takes and kwargs.get("dtype") is None and not inferred:
-        return {**kwargs, "dtype": torch.get_default_dtype()}
-    return kwargs
 
 
 def refuse_wrong(

@@ -7,7 +7,7 @@ time: whoever appends to one sends the others first, so each worker gets all of 
 A worker answers each batch with the failures in it. At most `AHEAD` batches of a lane are unanswered: then the
 controller waits. Where commands were issued is remembered until their batch is answered.
 
-An engine is used by one thread at a time: the one that activated the mesh.
+Threads may use one engine at the same time: a command, with what it defines, is appended under its lock.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import pickle
 import sys
 import threading
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
@@ -92,6 +93,16 @@ class Lane:
         self._sent: deque[_Sent] = deque()
         self.places: dict[Stream, Place] = {}
 
+    def is_part_of(self, other: Lane) -> bool:
+        return self.engine is other.engine and set(self.ranks) <= set(other.ranks)
+
+    def where(self, other: Lane) -> str:
+        """Its sizes, and what tells it from another one of the same sizes."""
+        sizes = str(dict(self.mesh.sizes))
+        if self.engine is not other.engine or self.mesh.sizes != other.mesh.sizes:
+            return sizes
+        return f"{sizes} (ranks {', '.join(map(str, self.ranks))} of {len(self.engine.ranks)})"
+
     def worker_at(self, coordinates: dict[str, int]) -> Any:
         """One worker, as a mesh of no dimensions. Coordinates that are not given are 0.
 
@@ -108,9 +119,10 @@ class Lane:
 
     def define(self, number: int, what: Any) -> None:
         """Tell the workers once what a number means, before the next command."""
-        if number not in self.known:
-            self.known.add(number)
-            self._definitions.append((number, what))
+        with self.engine.lock:
+            if number not in self.known:
+                self.known.add(number)
+                self._definitions.append((number, what))
 
     def define_template(self, number: int, template: Template) -> None:
         self.templates[number] = template
@@ -118,23 +130,24 @@ class Lane:
 
     def append(self, command: tuple[Any, ...], stack: Stack) -> int:
         """The next command; returns its number in this lane. `stack` is where it was issued."""
-        for other in self.shared:
-            if other.commands:
-                other.flush()
-        commands = self.commands
-        if self.frees_now or len(self.freed) >= FREED:
-            self._append_freed()
-        commands.append(command)
-        self._stacks.append(stack)
-        number = self._issued + len(commands) - 1
-        recorder = self.engine.recorder
-        if recorder is not None:
-            recorder.takes(self, command)
-        if len(commands) >= FEWEST and not self.engine.coalescing:
-            sent = self._sent
-            if len(commands) >= BATCH or not sent or sent[-1].answer.done():
-                self.flush()
-        return number
+        with self.engine.lock:
+            for other in self.shared:
+                if other.commands:
+                    other.flush()
+            commands = self.commands
+            if self.frees_now or len(self.freed) >= FREED:
+                self._append_freed()
+            commands.append(command)
+            self._stacks.append(stack)
+            number = self._issued + len(commands) - 1
+            recorder = self.engine.recorder
+            if recorder is not None:
+                recorder.takes(self, command)
+            if len(commands) >= FEWEST and not self.engine.coalescing:
+                sent = self._sent
+                if len(commands) >= BATCH or not sent or sent[-1].answer.done():
+                    self.flush()
+            return number
 
     def _append_freed(self) -> None:
         self.frees_now = False
@@ -153,26 +166,28 @@ class Lane:
             DeviceException: a worker is gone.
         """
         engine = self.engine
-        engine.refuse_lost()
-        engine.wait_for_depots()
-        if self.freed:
+        with engine.lock:
+            engine.refuse_lost()
+            engine.wait_for_depots()
+            if self.freed:
+                if not self.commands:
+                    for other in self.shared:
+                        if other.commands:
+                            other.flush()
+                self._append_freed()
             if not self.commands:
-                for other in self.shared:
-                    if other.commands:
-                        other.flush()
-            self._append_freed()
-        if not self.commands:
-            return
-        commands, stacks, definitions = self.commands, self._stacks, self._definitions
-        self.commands, self._stacks, self._definitions = [], [], []
-        first = self._issued
-        self._issued += len(commands)
-        batch = pickle.dumps((definitions, commands), 5)
-        answer = self._execute(self.number, first, batch)
-        answer._on_done(lambda: engine.answered(answer))
-        self._sent.append(_Sent(answer, first, stacks))
-        while len(self._sent) > AHEAD or (self._sent and self._sent[0].answer.done()):
-            self._settle(self._sent.popleft())
+                return
+            commands, stacks, definitions = self.commands, self._stacks, self._definitions
+            self.commands, self._stacks, self._definitions = [], [], []
+            first = self._issued
+            self._issued += len(commands)
+            batch = pickle.dumps((definitions, commands), 5)
+            answer = self._execute(self.number, first, batch)
+            answer._on_done(lambda: engine.answered(answer))
+            self._sent.append(_Sent(answer, first, stacks))
+            while len(self._sent) > AHEAD or (self._sent and self._sent[0].answer.done()):
+                self._settle(self._sent[0])
+                self._sent.popleft()  # afterwards: Ctrl-C may end the wait
 
     def _settle(self, sent: _Sent) -> None:
         """Take the answer to a batch; where it tells of failures, keep where the commands were issued."""
@@ -186,16 +201,18 @@ class Lane:
 
     def forget(self, numbers: Iterable[int]) -> None:
         """What these stand for is not used any more."""
-        gone = [number for number in numbers if number in self.known or number in self.templates]
-        if gone and self.engine.lost is None:
-            self.append((int(Op.FORGET), *gone), ())
-            for number in gone:
-                self.known.discard(number)
-                self.templates.pop(number, None)
+        with self.engine.lock:
+            gone = [number for number in numbers if number in self.known or number in self.templates]
+            if gone and self.engine.lost is None:
+                self.append((int(Op.FORGET), *gone), ())
+                for number in gone:
+                    self.known.discard(number)
+                    self.templates.pop(number, None)
+                self.flush()  # who still uses one defines it again, and a batch defines before it forgets
 
     def stack(self, number: int) -> Stack:
         """Where a command was issued that has failed."""
-        for sent in self._sent:
+        for sent in list(self._sent):
             if sent.first <= number < sent.first + len(sent.stacks):
                 return sent.stacks[number - sent.first]
         return self.engine.failures.get((self.number, number), ())
@@ -205,7 +222,7 @@ class Engine:
     """The workers of a mesh, for one controller."""
 
     def __init__(self, root: ProcMesh) -> None:
-        _engines.add(self)
+        self.lock = threading.RLock()
         self.root = root
         self.owner = context().actor_instance
         self.ranks = {proc.key: rank for rank, proc in enumerate(root._procs)}  # by process
@@ -220,14 +237,16 @@ class Engine:
         self.by_number: dict[int, Lane] = {}
         self.failures: dict[tuple[int, int], Stack] = {}  # the last ones, and of reductions, which may fail later
         self.recorder: Recorder | None = None
-        self.pinned: set[int] = set()  # templates that compiled functions use
-        self.coalescing = 0
+        self.recording = threading.Lock()  # held meanwhile
+        self._compiled: dict[int, frozenset[int]] = {}  # by graph, the templates and functions in it
+        self.coalescing: Counter[int] = Counter()  # blocks, by thread
         self.lost: BaseException | None = None
         self._next = 1
         self._waiting: weakref.WeakSet[Future[Any]] = weakref.WeakSet()
+        self._asking = threading.Lock()  # guards it
         self._functions: weakref.WeakKeyDictionary[Any, tuple[int, Function]] = weakref.WeakKeyDictionary()
         self._paths: dict[str, tuple[int, Function]] = {}
-        self._unused: list[int] = []  # functions that are gone
+        self._unused: list[int] = []  # functions and graphs that are gone
 
     def region_of(self, mesh: ProcMesh) -> Region:
         """The region of the actor meshes of this engine, whose ranks count from 0, that a view of the root means."""
@@ -245,27 +264,33 @@ class Engine:
 
     def lane(self, mesh: ProcMesh) -> Lane:
         found = self.lanes.get(mesh._region)
-        if found is None:
+        if found is not None:
+            return found
+        with self.lock:
             self.refuse_lost()
-            found = Lane(self, next(_numbers), mesh)
-            for other in self.lanes.values():
-                if not set(other.ranks).isdisjoint(found.ranks):
-                    other.shared.append(found)
-                    found.shared.append(other)
-            self.lanes[mesh._region] = self.by_number[found.number] = found
+            found = self.lanes.get(mesh._region)
+            if found is None:
+                found = Lane(self, next(_numbers), mesh)
+                for other in self.lanes.values():
+                    if not set(other.ranks).isdisjoint(found.ranks):
+                        other.shared.append(found)
+                        found.shared.append(other)
+                self.lanes[mesh._region] = self.by_number[found.number] = found
         return found
 
     def new(self, count: int = 1) -> int:
         """The first of `count` numbers for tensors that follow each other."""
-        first = self._next
-        self._next += count
-        return first
+        with self.lock:
+            first = self._next
+            self._next += count
+            return first
 
     def flush(self) -> None:
         """Send all commands that wait."""
-        for lane in self.lanes.values():
-            if lane.commands or lane.freed:
-                lane.flush()
+        with self.lock:
+            for lane in self.lanes.values():
+                if lane.commands or lane.freed:
+                    lane.flush()
 
     def flush_to_ask(self) -> None:
         """As `flush`, before something is fetched.
@@ -273,19 +298,21 @@ class Engine:
         Raises:
             NotImplementedError: inside a coalescing block.
         """
-        if self.coalescing:
+        if get_ident() in self.coalescing:
             raise NotImplementedError("fetching inside a coalescing block, or a compiled function: fetch after it")
         self.flush()
 
     @contextmanager
     def coalesced(self) -> Iterator[None]:
         """Commands of the block leave together, at its end."""
-        self.coalescing += 1
+        thread = get_ident()
+        self.coalescing[thread] += 1
         try:
             yield
         finally:
-            self.coalescing -= 1
-            if not self.coalescing:
+            self.coalescing[thread] -= 1
+            if not self.coalescing[thread]:
+                del self.coalescing[thread]
                 self.flush()
 
     # ---- results, and failures
@@ -303,7 +330,8 @@ class Engine:
                 raise self.lost_by(error) from error
             return convert(answer)
 
-        self._waiting.add(result)
+        with self._asking:
+            self._waiting.add(result)
         future._on_done(lambda: result._complete(convert_answer))
         if self.lost is not None:
             result._fail(self.lost_by(self.lost))
@@ -339,7 +367,9 @@ class Engine:
             # Not here: it may be the driving thread, which must not block.
             threading.Thread(target=self.depots.close.call_settled, name="monarch-tensors-lost", daemon=True).start()
         lost = error if isinstance(error, DeviceException) else DeviceException(f"a tensor worker is gone: {error}")
-        for future in list(self._waiting):
+        with self._asking:
+            waiting = list(self._waiting)
+        for future in waiting:
             future._fail(lost)
         return lost
 
@@ -371,7 +401,7 @@ class Engine:
         except TypeError:
             found = None  # it has no hash
         if found is None:
-            self._forget_functions()
+            self.forget_unused()
             number = next(_numbers)
             found = number, Function([bytes(part) for part in codec.encode(function)])
             try:
@@ -382,15 +412,29 @@ class Engine:
                 self._unused.append(number)  # no hash, or no weak references: it is sent with each call
         return found
 
-    def _forget_functions(self) -> None:
-        unused = [number for number in self._unused if number not in self.pinned]
-        if unused and self.recorder is None:
-            self._unused.clear()
+    def keep(self, number: int, recorded: object, uses: Iterable[int]) -> None:
+        """The graph of that number, and templates and functions that it uses, are known while there is `recorded`."""
+        self.forget_unused()
+        self._compiled[number] = frozenset(uses)
+        weakref.finalize(recorded, self._unused.append, number).atexit = False
+
+    def forget_unused(self, and_templates: bool = False) -> None:
+        """Tell the workers which functions and graphs are gone, with all templates that are in no graph where asked."""
+        with self.lock:
+            if self.recorder is not None:
+                return
+            count = len(self._unused)  # a finalizer may add some at any time
+            for number in self._unused[:count]:
+                self._compiled.pop(number, None)
+            kept = frozenset().union(*self._compiled.values())
+            unused = [number for number in self._unused[:count] if number not in kept]
+            self._unused[:count] = [number for number in self._unused[:count] if number in kept]
             for lane in self.lanes.values():
-                lane.forget(unused)
+                lane.forget([*unused, *(lane.templates.keys() - kept if and_templates else ())])
 
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+_making = threading.Lock()  # guards them
 _numbers = itertools.count(1)
 """Of lanes, templates, functions and graphs: one series for all of them."""
 
@@ -401,24 +445,33 @@ def next_number() -> int:
 
 def forget_templates() -> None:
     """The plans that know of the templates are gone; so that workers do not keep them for ever."""
-    for engine in _engines:
-        if engine.recorder is None:
-            try:
-                for lane in engine.lanes.values():
-                    lane.forget(lane.templates.keys() - engine.pinned)
-            except DeviceException:
-                pass  # its workers are gone, which whoever uses it next is told
+    with _making:
+        engines = list(_engines)
+    for engine in engines:
+        try:
+            engine.forget_unused(and_templates=True)
+        except DeviceException:
+            pass  # its workers are gone, which whoever uses it next is told
 
 
 def engine_of(mesh: ProcMesh) -> Engine:
-    """The engine of the mesh that `mesh` is a view of, for the current actor; the first call spawns its workers."""
-    root: Any = mesh._root
-    engine: Engine | None = root._engine
-    if engine is None:
-        root._refuse_stopped()
-        owner = context().actor_instance
-        same = (each for each in _engines if each.owner is owner and each.root == root and each.lost is None)
-        engine = root._engine = next(same, None) or Engine(root)
+    """The engine of the mesh that `mesh` is a view of, for the current actor; the first call spawns its workers.
+
+    Raises:
+        TypeError: it is no mesh of processes. RuntimeError: it was stopped.
+    """
+    root: Any = getattr(mesh, "_root", None)
+    if root is None:
+        raise TypeError(f"tensors are on meshes of processes, and {mesh!r} is none")
+    root._refuse_stopped()
+    if root._engine is None:
+        with _making:
+            if root._engine is None:
+                owner = context().actor_instance
+                same = (each for each in _engines if each.owner is owner and each.root == root and each.lost is None)
+                root._engine = next(same, None) or Engine(root)
+                _engines.add(root._engine)
+    engine: Engine = root._engine
     return engine
 
 

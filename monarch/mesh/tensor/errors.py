@@ -68,7 +68,7 @@ class RemoteException(MonarchError):
 
 def value_refused() -> TypeError:
     return TypeError(
-        "the value of a distributed tensor was asked for (item, bool, float, tolist, ...), and each process has its "
+        "the value of a distributed tensor was asked for (item, bool, float, equal, ...), and each process has its "
         "own: use monarch.inspect(tensor) or monarch.fetch_shard(tensor)"
     )
 

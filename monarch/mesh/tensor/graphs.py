@@ -6,8 +6,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any, Final, ParamSpec, TypeVar
 
+import torch
 from attrs import define
 from torch.utils import _pytree as pytree
 
@@ -35,7 +37,7 @@ def coalescing() -> Iterator[None]:
 
 
 class Recorder:
-    """Takes down the commands of one lane while they are issued.
+    """Takes down the commands of one lane, and of the thread that makes this, while they are issued.
 
     Attributes:
         made: numbers of the tensors that they make.
@@ -46,9 +48,12 @@ class Recorder:
         self.commands: list[tuple[Any, ...]] = []
         self.made: set[int] = set()
         self.used: dict[int, Ref] = {}
+        self.thread = get_ident()
         self._place = place
 
     def uses(self, refs: Iterable[Ref]) -> None:
+        if get_ident() != self.thread:
+            return
         for ref in refs:
             if ref.number not in self.made:
                 self.used[ref.number] = ref
@@ -60,6 +65,8 @@ class Recorder:
             own = [number for number in command[1:] if number in self.made]
             if own:
                 self.commands.append((op, *own))
+            return
+        if get_ident() != self.thread:
             return
         if lane is not self._place.lane:
             raise NotImplementedError("a compiled function that uses more than one mesh is planned")
@@ -109,7 +116,7 @@ def compile(function: Callable[P, R]) -> Callable[P, R]:
         tensors = [leaf for leaf in leaves if type(leaf) is Tensor]
         refuse_wrong(function.__qualname__, tensors)
         numbers = [tensor._ref.number for tensor in tensors]
-        key = (place, str(spec), *map(_token, leaves), *map(numbers.index, numbers))
+        key = (place, torch.get_default_dtype(), str(spec), *map(_token, leaves), *map(numbers.index, numbers))
         found = known.get(key)
         if found is not None:
             return _replay(found, place, tensors)
@@ -120,19 +127,22 @@ def compile(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _token(leaf: Any) -> Any:
-    return leaf._ref.meta if type(leaf) is Tensor else (type(leaf), leaf)
+    if type(leaf) is Tensor:
+        return leaf._ref.meta
+    return type(leaf), repr(leaf) if isinstance(leaf, (float, complex)) else leaf  # -0.0 equals 0.0
 
 
 def _record(function: Any, args: Any, kwargs: Any, place: Place, tensors: list[Tensor]) -> tuple[Any, _Recorded]:
     engine = place.lane.engine
-    if engine.recorder is not None:
+    if engine.recorder is not None and engine.recorder.thread == get_ident():
         raise NotImplementedError("a compiled function inside of another is planned")
-    recorder = engine.recorder = Recorder(place)
-    try:
-        with engine.coalesced():
-            result = function(*args, **kwargs)
-    finally:
-        engine.recorder = None
+    with engine.recording:
+        recorder = engine.recorder = Recorder(place)
+        try:
+            with engine.coalesced():
+                result = function(*args, **kwargs)
+        finally:
+            engine.recorder = None
     leaves, spec = pytree.tree_flatten(result)
     leaves = [leaf.detach() if type(leaf) is Tensor else leaf for leaf in leaves]
     outputs, results = [], []
@@ -145,10 +155,10 @@ def _record(function: Any, args: Any, kwargs: Any, place: Place, tensors: list[T
     captured = tuple(ref for number, ref in recorder.used.items() if number not in arguments)
     inputs = (*arguments, *(ref.number for ref in captured))
     graph = Graph(tuple(recorder.commands), inputs, tuple(outputs))
-    for command in graph.commands:
-        if command[0] > 0 or command[0] == Op.CALL:
-            engine.pinned.add(command[0] if command[0] > 0 else command[1])
-    return pytree.tree_unflatten(leaves, spec), _Recorded(next_number(), graph, arguments, captured, results, spec)
+    recorded = _Recorded(next_number(), graph, arguments, captured, results, spec)
+    uses = (each[0] if each[0] > 0 else each[1] for each in graph.commands if each[0] > 0 or each[0] == Op.CALL)
+    engine.keep(recorded.number, recorded, uses)
+    return pytree.tree_unflatten(leaves, spec), recorded
 
 
 def _replay(found: _Recorded, place: Place, tensors: list[Tensor]) -> Any:

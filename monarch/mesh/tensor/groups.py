@@ -10,8 +10,10 @@ What gloo cannot reduce (bits, booleans, complex numbers) is gathered, and reduc
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Final
@@ -34,6 +36,9 @@ DIRECT_BYTES: Final = 16 << 20
 """Reductions of so much go directly, where processes share memory. Smaller ones are faster over gloo."""
 DIRECT_AT_ONCE_BYTES: Final = 32 << 20
 """What a reduction in place sends at once: about so much memory it needs beside the tensor."""
+
+IN_FLIGHT_BYTES: Final = 512 << 20
+"""Results that are on their way hold about so much memory at most, or one of them does."""
 
 _NATIVE: Final = {
     "sum": dist.ReduceOp.SUM,
@@ -84,6 +89,31 @@ class MemberFailed(Exception):
         super().__init__("the input of another member of the reduction could not be computed")
 
 
+class InFlight:
+    """Reductions of one worker that are on their way, and the memory that they hold: it waits for the oldest before it
+    starts one that would make that more than `IN_FLIGHT_BYTES`. Members start them in the same order, so the oldest of
+    all can be done."""
+
+    def __init__(self) -> None:
+        self._started: deque[tuple[int, Callable[[], bool], Callable[[], Any]]] = deque()
+        self._bytes = 0
+
+    def make_room(self, size_bytes: int) -> None:
+        while self._started:
+            oldest, is_done, wait = self._started[0]
+            if not is_done():
+                if self._bytes + size_bytes <= IN_FLIGHT_BYTES:
+                    return
+                with contextlib.suppress(Exception):  # which whoever uses its result gets
+                    wait()
+            self._started.popleft()
+            self._bytes -= oldest
+
+    def add(self, size_bytes: int, is_done: Callable[[], bool], wait: Callable[[], Any]) -> None:
+        self._started.append((size_bytes, is_done, wait))
+        self._bytes += size_bytes
+
+
 class Pending:
     """A result that is still on its way, while the worker goes on.
 
@@ -111,7 +141,7 @@ class Groups:
 
     def __init__(self, rank: int, engine: str, put: Put, slots: Slots) -> None:
         self._rank, self._engine, self._put, self._slots = rank, engine, put, slots
-        self._buffers, self._jobs = Buffers(), Jobs()
+        self._buffers, self._jobs, self._in_flight = Buffers(), Jobs(), InFlight()
         self._groups: dict[tuple[tuple[int, ...], str], Group] = {}
 
     def of(self, ranks: tuple[int, ...], device: str = "cpu", name: str = "") -> Group:
@@ -120,7 +150,9 @@ class Groups:
         if found is None:
             whole = f"{self._engine}/{device}{name}/{','.join(map(str, ranks))}"
             notes = Notes(whole, ranks, self._put, self._slots)
-            found = Group(ranks.index(self._rank), len(ranks), notes, device, self._buffers, self._jobs)
+            found = Group(
+                ranks.index(self._rank), len(ranks), notes, device, self._buffers, self._jobs, self._in_flight
+            )
             self._groups[ranks, device + name] = found
         return found
 
@@ -148,11 +180,20 @@ def _make(notes: Notes, rank: int, size: int, device: str, within_host: bool) ->
 class Group:
     """Some workers that reduce together."""
 
-    def __init__(self, rank: int, size: int, notes: Notes, device: str, buffers: Buffers, jobs: Jobs) -> None:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        notes: Notes,
+        device: str,
+        buffers: Buffers,
+        jobs: Jobs,
+        in_flight: InFlight,
+    ) -> None:
         self.rank, self.size = rank, size
         within_host = share_host(notes, rank, size)
         self.backend = _make(notes, rank, size, device, within_host)
-        self.notes, self._buffers = notes, buffers
+        self.notes, self._buffers, self._in_flight = notes, buffers, in_flight
         self._is_broken = False
         self._direct = None
         if within_host and device == "cpu" and shares_memory():
@@ -223,6 +264,7 @@ class Group:
 
     def _all_reduce(self, shard: torch.Tensor | None, meta: Meta, how: str) -> Pending:
         well, failed = _MARKS.get(how, (0, 1))
+        self._in_flight.make_room(_size_bytes(meta))
         buffer = self._buffers.empty(_count(meta) + 1, meta.dtype, meta.device)
         value = buffer[:-1].view(meta.shape)
         if shard is None:
@@ -233,6 +275,7 @@ class Group:
         options = dist.AllreduceOptions()
         options.reduceOp = _NATIVE[how]
         work = self.backend.allreduce([buffer], options)
+        self._in_flight.add(_size_bytes(meta), work.is_completed, work.wait)
 
         def finish() -> torch.Tensor:
             self._wait(work)
@@ -243,7 +286,9 @@ class Group:
         return Pending(finish)
 
     def _all_reduce_directly(self, direct: Direct, shard: torch.Tensor | None, meta: Meta, how: str) -> Pending:
+        self._in_flight.make_room(_size_bytes(meta))
         result = direct.all_reduce(shard, _FOLDS[how], self._finish(how))
+        self._in_flight.add(_size_bytes(meta), result.done, result.exception)
 
         def finish() -> torch.Tensor:
             whole = result.result()

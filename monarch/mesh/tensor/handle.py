@@ -49,8 +49,11 @@ class Ref:
         return self.dropped if self.dropped is not None or self.base is None else self.base.dropped_at()
 
     def __del__(self) -> None:
-        if self.dropped is None and self.base is None:
-            self._free()
+        try:
+            if self.dropped is None and self.base is None:
+                self._free()
+        except AttributeError:
+            pass  # torch.compile makes some without __init__
 
     def _free(self) -> None:
         # Any thread, any time: appending to a list, and setting a flag, is all that may happen here.
@@ -61,6 +64,7 @@ class Ref:
 
 
 _make: Any = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+_DATA: Any = torch.Tensor.data
 
 
 class _Refused(threading.local):
@@ -152,6 +156,27 @@ class Tensor(torch.Tensor):
 
         def slice_mesh(self, **dims: Any) -> Tensor: ...
 
+    @property
+    def data(self) -> Any:
+        """The same shards, which autograd does not follow. What is assigned gives its shards, shape and dtype.
+
+        Raises (an assignment):
+            TypeError: a local tensor.
+        """
+        return _DATA.__get__(self)
+
+    @data.setter
+    def data(self, other: Any) -> None:
+        if type(other) is not Tensor:
+            raise TypeError(f"the data of a distributed tensor can be another one, not a {type(other).__name__}")
+        _DATA.__set__(self, other)  # of the handle, which has a shape and no elements
+        self._ref = other._ref
+
+    def __format__(self, spec: str) -> str:
+        if spec:
+            raise value_refused()
+        return repr(self)
+
     def tolist(self) -> Any:  # type: ignore[override]
         """Raises: TypeError, always: see `inspect`."""
         raise value_refused()
@@ -159,6 +184,12 @@ class Tensor(torch.Tensor):
     def numpy(self, *, force: bool = False) -> Any:  # type: ignore[override]
         """Raises: TypeError, always: see `inspect`."""
         raise value_refused()
+
+    def __copy__(self) -> Tensor:
+        twin: Any = Tensor(self._ref).requires_grad_(self.requires_grad)
+        if isinstance(self, torch.nn.Parameter):
+            twin._is_param = True
+        return twin  # type: ignore[no-any-return]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if not self.is_leaf:

@@ -1,24 +1,26 @@
 """What the controller knows of a tensor: shape, strides, offset, dtype, device.
 
-Interned: equal ones are one object, so that they are compared and hashed by identity.
+Interned: equal ones are one object, so that they are compared and hashed by identity. One that nobody has any more is
+forgotten.
 """
 
 from __future__ import annotations
 
 import math
+import weakref
 from typing import Any, Final
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 LARGE_BYTES: Final = 64 << 10
-_known: dict[tuple[Any, ...], Meta] = {}
+_known: weakref.WeakValueDictionary[tuple[Any, ...], Meta] = weakref.WeakValueDictionary()
 
 
 class Meta:
     """Of one tensor; see the module. Made by `meta_of` only."""
 
-    __slots__ = ("device", "dtype", "is_large", "offset", "shape", "stride")
+    __slots__ = ("__weakref__", "device", "dtype", "is_large", "offset", "shape", "stride")
 
     def __init__(
         self, shape: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype, device: torch.device

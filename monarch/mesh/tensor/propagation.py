@@ -3,7 +3,9 @@ operator and what is known of the arguments. A look-up takes microseconds, propa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +16,25 @@ from torch.utils import _pytree as pytree
 from monarch.mesh.tensor.commands import ALIASED, NEW, NOTHING, Hole, Template, fill
 from monarch.mesh.tensor.errors import value_refused
 from monarch.mesh.tensor.metadata import Meta, meta_of
+
+
+class _Propagating(threading.local):
+    here = False
+
+
+_propagating = _Propagating()
+fake_tensor.log.addFilter(lambda record: not _propagating.here)  # what it logs is raised, too
+
+
+@contextmanager
+def without_memory(allow_non_fake_inputs: bool = False) -> Iterator[fake_tensor.FakeTensorMode]:
+    """Operators inside make tensors without memory."""
+    before, _propagating.here = _propagating.here, True
+    try:
+        with fake_tensor.FakeTensorMode(allow_non_fake_inputs=allow_non_fake_inputs) as mode:
+            yield mode
+    finally:
+        _propagating.here = before
 
 
 @define(eq=False)
@@ -49,15 +70,14 @@ def plan(number: int, func: Any, args: Any, kwargs: dict[str, Any], metas: Seque
     """
     if func is torch.ops.aten._local_scalar_dense.default:
         raise value_refused()
-    with fake_tensor.FakeTensorMode(allow_non_fake_inputs=False) as mode:
+    with without_memory() as mode:
         fakes = [meta.fake(mode) for meta in metas]
         values = [*fakes, *[1.0] * extras]
         try:
             result = func(*fill(tuple(args), values), **{name: fill(each, values) for name, each in kwargs.items()})
-        except (
-            fake_tensor.DataDependentOutputException,
-            fake_tensor.DynamicOutputShapeException,
-        ) as error:
+        except fake_tensor.DataDependentOutputException:
+            raise value_refused() from None
+        except fake_tensor.DynamicOutputShapeException as error:
             raise NotImplementedError(
                 f"the shape of the result of {func} depends on elements of its input, which the controller lacks: "
                 "use a remote function that returns a tensor of a fixed shape"
@@ -81,8 +101,18 @@ def plan(number: int, func: Any, args: Any, kwargs: dict[str, Any], metas: Seque
             results.append(meta_of(leaf) if at is None else at)
     kinds = tuple(NOTHING if r is None else ALIASED if isinstance(r, int) else NEW for r in results)
     mutates = _mutated(func, args, kwargs)
+    if not metas and isinstance(result, torch.Tensor) and any(each.name == "dtype" for each in func._schema.arguments):
+        kwargs = {**kwargs, "dtype": result.dtype}  # which may be the default here
     namespace, _, name = func._schema.name.partition("::")
-    template = Template((namespace, name, func._overloadname), tuple(args), kwargs, len(metas) + extras, kinds, mutates)
+    template = Template(
+        (namespace, name, func._overloadname),
+        tuple(args),
+        kwargs,
+        torch.get_default_dtype(),
+        len(metas) + extras,
+        kinds,
+        mutates,
+    )
     single = results[0] if kinds == (NEW,) and isinstance(result, torch.Tensor) else None
     return Plan(
         func,

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from monarch.core import codec
 from monarch.core.future import Future
+from monarch.errors import ActorError
 from monarch.mesh.endpoint import Propagator
 from monarch.mesh.shape import Point
 from monarch.mesh.tensor.commands import Function, Hole, Op
@@ -48,10 +49,10 @@ def lift(what: str, args: Any, kwargs: Any, place: Any) -> tuple[list[Tensor], A
     if tensors:
         refuse_wrong(what, tensors, grad=False)
         lane = tensors[0]._ref.place.lane
-        if place is not None and not set(place.lane.ranks) <= set(lane.ranks):
+        if place is not None and not place.lane.is_part_of(lane):
             raise ValueError(
-                f"{what} runs on the active mesh {dict(place.lane.mesh.sizes)}, which is no part of the mesh of its "
-                f"arguments, {dict(lane.mesh.sizes)}"
+                f"{what} runs on the active mesh, {place.lane.where(lane)}, which is no part of the mesh of its "
+                f"arguments, {lane.where(place.lane)}"
             )
     return tensors, call
 
@@ -62,6 +63,8 @@ class Remote(Generic[P, R]):
     def __init__(self, function: Callable[P, R] | str, propagate: Propagator = None) -> None:
         if not callable(function) and not isinstance(function, str):
             raise TypeError(f"remote needs a function, or its dotted path, not {function!r}")
+        if isinstance(function, str) and "." not in function:
+            raise ValueError(f"remote needs the dotted path of a function, as 'module.function', not {function!r}")
         if not (propagate is None or callable(propagate) or propagate in ("cached", "inspect", "mocked")):
             raise TypeError(f'propagate is {propagate!r}; it can be a function, "cached", "inspect" or "mocked"')
         self._function = function
@@ -93,8 +96,8 @@ class Remote(Generic[P, R]):
         leaves, spec = pytree.tree_flatten(result)
         metas = [leaf for leaf in leaves if isinstance(leaf, Meta)]
         lane.define(number, function)
-        if engine.recorder is not None:
-            engine.recorder.uses(tensor._ref for tensor in tensors)
+        if (recorder := engine.recorder) is not None:
+            recorder.uses(tensor._ref for tensor in tensors)
         first = engine.new(len(metas)) if metas else 0
         refs = tuple(tensor._ref.number for tensor in tensors)
         lane.append((int(Op.CALL), number, [bytes(part) for part in parts], refs, first, metas), here(depth))
@@ -125,7 +128,14 @@ class Remote(Generic[P, R]):
         engine = lane.engine
         engine.flush()
         future = lane.worker_at({}).propagate.call_one(function, [bytes(part) for part in parts], metas)
-        return engine.ask(future, lambda answer: answer).get()
+        try:
+            return engine.ask(future, lambda answer: answer).get()
+        except ActorError as error:
+            error.add_note(
+                f"To know the shape of its result, {self._name} was called with tensors that have no memory. One that "
+                "needs their elements takes a function as `propagate`."
+            )
+            raise
 
     # ---- as endpoints are called
 
@@ -195,6 +205,7 @@ def remote(function: Callable[P, R] | str | None = None, *, propagate: Propagato
 
     Raises:
         TypeError: one of both is something else.
+        ValueError: a path without a dot.
     """
     if function is None:
         return lambda each: Remote(each, propagate)

@@ -51,7 +51,10 @@ def _reason(tensor: Any, lane: Lane | None, stream: Stream, mutated: bool, grad:
         return "LOCAL_TENSOR: a tensor of this process alone; send it to the workers by a remote function"
     ref = tensor._ref
     if lane is not None and ref.place.lane is not lane:
-        return f"WRONG_MESH: it is on {dict(tensor.mesh.sizes)}, others are on {dict(lane.mesh.sizes)}; use to_mesh"
+        own = ref.place.lane
+        if own.engine is lane.engine:
+            return f"WRONG_MESH: it is on {own.where(lane)}, others are on {lane.where(own)}; use to_mesh"
+        return "WRONG_MESH: its processes were spawned apart from those of others; fetch it, and send it by a function"
     if (dropped := ref.dropped_at()) is not None:
         return f"DROPPED: its shards were freed here:\n{format_stack(dropped)}"
     if ref.place.stream is not stream:

@@ -34,6 +34,7 @@ from monarch.mesh.tensor.commands import (
 )
 from monarch.mesh.tensor.groups import Groups, Pending, members
 from monarch.mesh.tensor.metadata import Meta, meta_of
+from monarch.mesh.tensor.propagation import without_memory
 from monarch.mesh.tensor.slots import Slot, Slots, SlotsClosed, slots_here
 
 if TYPE_CHECKING:
@@ -52,9 +53,9 @@ class Failed(Exception):
 
 
 class _Operator:
-    """A template, ready to be called."""
+    """A template, ready to be called. With `alone`, this process takes on the controller's default dtype."""
 
-    def __init__(self, template: Template) -> None:
+    def __init__(self, template: Template, alone: bool) -> None:
         self.template = template
         self.function = template.function()
         self.holes = template.holes
@@ -62,9 +63,12 @@ class _Operator:
         returns = self.function._schema.returns
         self.only_new = template.results == (NEW,) and str(returns[0].type) == "Tensor"  # and no list of one
         nested = (list, tuple)
+        self.default_dtype = template.default_dtype if alone else None
         self.flat = not any(isinstance(each, nested) for each in (*template.args, *template.kwargs.values()))
 
     def call(self, values: Sequence[Any]) -> Any:
+        if self.default_dtype is not None and self.default_dtype is not torch.get_default_dtype():
+            torch.set_default_dtype(self.default_dtype)
         args, kwargs = self.template.args, self.template.kwargs
         if self.flat:
             filled = [values[each.i] if type(each) is Hole else each for each in args]
@@ -89,10 +93,12 @@ class Worker(Actor):
 
     def __init__(self, engine: int, depots: ActorMesh[Any], controller: int, hosts: Sequence[int]) -> None:
         self.rank = current_rank().rank
-        if os.getpid() != controller:
+        self._alone = os.getpid() != controller
+        if self._alone:
             settle_in(self.rank, hosts)
         self.name = str(context().actor_instance)
         self.table: Table = {}
+        self._tables: list[Table] = [self.table]  # while a graph runs, its own one also
         self._known: dict[int, Any] = {}
         self._slots: Slots = slots_here(engine)
         self._depots = depots
@@ -138,7 +144,7 @@ class Worker(Actor):
     def _define(self, number: int, what: Any) -> None:
         try:
             if isinstance(what, Template):
-                self._known[number] = _Operator(what)
+                self._known[number] = _Operator(what, self._alone)
             elif isinstance(what, Function):
                 self._known[number] = resolve(what)
             else:
@@ -186,8 +192,21 @@ class Worker(Actor):
 
     def _fail(self, error: Exception, first: int, count: int, mutated: Sequence[int] = ()) -> None:
         failure = self._failure(error)
-        for number in (*range(first, first + count), *mutated):
+        for number in range(first, first + count):
             self.table[number] = failure
+        for number in mutated:
+            self._spoil(number, failure)
+
+    def _spoil(self, number: int, failure: Failure) -> None:
+        """What should have been written to was not: no tensor that shares its memory has the value it should have."""
+        shard = self.table.get(number)
+        self.table[number] = failure
+        if isinstance(shard, torch.Tensor):
+            storage = shard.untyped_storage()._cdata
+            for table in self._tables:
+                for other, value in table.items():
+                    if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata == storage:
+                        table[other] = failure
 
     # ---- commands
 
@@ -290,7 +309,11 @@ class Worker(Actor):
                 reduced.issued = (self._lane, self._number)
             self.table[result] = reduced
         except Exception as error:
-            self.table[target or result] = own or self._failure(error)
+            failure = own or self._failure(error)
+            if target:
+                self._spoil(target, failure)
+            else:
+                self.table[result] = failure
 
     def _send(self, command: Command) -> None:
         _, ref, targets = command
@@ -356,11 +379,12 @@ class Worker(Actor):
         graph: Graph = self._get(number)
         whole, at = self.table, self._number
         self.table = {known: whole[ref] for known, ref in zip(graph.inputs, refs, strict=True)}
+        self._tables.append(self.table)
         try:
             for each in graph.commands:
                 self._operator(each) if each[0] > 0 else self._special[each[0]](each)
         finally:
-            self.table, made = whole, self.table
+            self.table, made = whole, self._tables.pop()
             self._number = at
         for known, ref in zip(graph.inputs, refs, strict=True):
             whole[ref] = made[known]  # it may have failed in there
@@ -437,9 +461,7 @@ def resolve(function: Function) -> Callable[..., Any]:
 
 def propagated(function: Callable[..., Any], call: Any, metas: Sequence[Meta]) -> Any:
     """What `function(*call[0], **call[1])` returns, with a Meta for each tensor. Holes are tensors like `metas`."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    with without_memory(allow_non_fake_inputs=True) as mode:
         fakes = [meta.fake(mode) for meta in metas]
         args, kwargs = pytree.tree_map(lambda leaf: fakes[leaf.i] if type(leaf) is Hole else leaf, call)
         result = function(*args, **kwargs)

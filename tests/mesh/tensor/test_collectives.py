@@ -192,6 +192,27 @@ def test_direct_reductions_of_several_groups_keep_their_order(procs, directly):
     assert [[int(at(total, host, gpu)) for gpu in range(2)] for host in range(2)] == alone.tolist()
 
 
+@pytest.mark.parametrize("direct_bytes", [0, 1 << 30])
+def test_reductions_that_nobody_uses_hold_bounded_memory(tensor_client, monkeypatch, direct_bytes):
+    from monarch.mesh.tensor import groups
+
+    held = []
+
+    class Watched(groups.InFlight):
+        def add(self, *arguments: Any) -> None:
+            super().add(*arguments)
+            held.append(self._bytes)
+
+    monkeypatch.setattr(groups, "InFlight", Watched)
+    monkeypatch.setattr(groups, "IN_FLIGHT_BYTES", 100)
+    monkeypatch.setattr(groups, "DIRECT_BYTES", direct_bytes)
+    with this_host().spawn_procs({"gpus": 2}, name="hurried").activate():
+        for _ in range(50):
+            torch.ones(10).reduce()
+        assert inspect(torch.ones(10).reduce()).tolist() == [2.0] * 10
+    assert len(held) > 50 and max(held) <= 100
+
+
 def test_who_reduces_with_a_failed_member_fails_too(procs, directly):
     def fail_at_first(x, rank):
         if rank == 0:
@@ -213,6 +234,11 @@ def test_wrong_reductions_are_refused(make, procs):
         tensor.reduce("racks")
     with pytest.raises(ValueError, match="twice"):
         tensor.reduce(("gpus", "gpus"))
+    for dims in (0, ["gpus", 1], {"gpus": 1}):
+        with pytest.raises(TypeError, match="by name"):
+            tensor.reduce(dims)
+    with pytest.raises(ValueError, match="no average"):
+        make(torch.bool).reduce("gpus", "avg")
     with pytest.raises(ValueError, match="'median' is not one of"):
         tensor.reduce("gpus", "median")
     with pytest.raises(ValueError, match="integers"):
@@ -263,6 +289,8 @@ def test_to_mesh_copies_along_new_dimensions_and_moves_structures(make, procs):
         make(torch.int64).to_mesh(procs.slice(hosts=0))
     with pytest.raises(ValueError, match="another one"):
         row.to_mesh(this_host().spawn_procs({"gpus": 2}))
+    with pytest.raises(TypeError, match="'gpus' is none"):
+        row.to_mesh("gpus")
 
 
 def test_a_failure_moves_along(procs):

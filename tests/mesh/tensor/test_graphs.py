@@ -79,6 +79,21 @@ def test_a_failure_inside_of_a_compiled_function_is_found_outside(procs):
         assert inspect(run(torch.zeros(1))).tolist() == [1]
 
 
+def test_compiled_functions_that_are_gone_are_forgotten_by_the_workers(procs):
+    with procs.activate():
+        x = torch.zeros(1)
+        for number in range(50):
+            step = monarch.compile(lambda each, number=number: remote(add, propagate=lambda x, _: x)(each, number) + 1)
+            x = step(step(x))
+        assert inspect(x).tolist() == [2 * (sum(range(50)) + 50)]
+        lane = x._ref.place.lane
+        assert len(lane.known) < 10 and len(lane.engine._compiled) < 10
+
+
+def add(x, number):
+    return x + number
+
+
 def test_reductions_can_be_compiled(procs):
     run = monarch.compile(lambda x: x.reduce("gpus") * 2)
     with procs.activate():

@@ -6,6 +6,7 @@ import copy
 import gc
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -141,6 +142,37 @@ def test_true_one_and_one_point_oh_are_three_numbers(procs):
     assert [each.dtype for each in found] == [torch.int64, torch.float32, torch.bool, torch.bool]
 
 
+def test_zeros_of_both_signs_are_two_numbers(procs):
+    def double(number):
+        return [torch.full((1,), number), torch.ones(1) * number]
+
+    compiled = monarch.compile(double)
+    with procs.activate():
+        for made in (double, compiled):
+            found = inspect([made(number) for number in (0.0, -0.0)])
+            signs = [[math.copysign(1, each.item()) for each in row] for row in found]
+            assert signs == [[1, 1], [-1, -1]]
+
+
+def test_numbers_that_fill_a_tensor_use_one_plan(procs):
+    from monarch.mesh.tensor import dispatch
+
+    with procs.activate():
+        made = [torch.full((2,), 0.5)]
+        before = len(dispatch._plans)
+        made += [torch.full((2,), 1.5), torch.full((2,), float("nan"))]
+        assert len(dispatch._plans) == before
+        found = inspect(made)
+        assert torch.arange(0, 1, 0.5).shape != torch.arange(0, 1, 0.25).shape
+    assert found[1].tolist() == [1.5, 1.5] and found[2].isnan().all()
+
+
+def test_factories_have_their_own_default_dtypes(procs):
+    with procs.activate():
+        made = [torch.tril_indices(2, 2), torch.randperm(3), torch.arange(3), torch.eye(2)]
+    assert [inspect(each).dtype for each in made] == [torch.int64] * 3 + [torch.float32]
+
+
 def test_the_default_dtype_of_the_controller_counts(procs):
     before = torch.get_default_dtype()
     with procs.activate():
@@ -231,12 +263,55 @@ def test_a_tensor_outlives_the_activation_and_works_without(procs):
     assert inspect(more).tolist() == [2, 2]
 
 
+def test_a_wrong_shape_is_told_once(procs, caplog):
+    with procs.activate(), pytest.raises(RuntimeError, match="same reduction dim"):
+        torch.ones(2, 3) @ torch.ones(2, 3)
+
+    assert not caplog.records
+
+
+def test_threads_share_a_mesh(procs):
+    def count(step: int) -> list[float]:
+        with procs.activate():
+            total = torch.zeros(1)
+            for _ in range(400):
+                total = total + step
+            return [inspect(total).item(), inspect(total.reduce("gpus")).item()]
+
+    with ThreadPoolExecutor(4) as pool:
+        futures = [pool.submit(count, step) for step in range(4)]
+        assert [each.result(60) for each in futures] == [[400 * step, 800 * step] for step in range(4)]
+
+
+def test_a_thread_is_not_part_of_what_another_one_batches_or_compiles(procs):
+    def alone() -> float:
+        with procs.activate():
+            return float(inspect(torch.ones(1) + offset))
+
+    @monarch.compile
+    def step(x):
+        made = x * 2
+        beside.append(pool.submit(alone).result(30))
+        return made
+
+    beside: list[float] = []
+    with ThreadPoolExecutor(1) as pool, procs.activate():
+        offset = torch.full((1,), 4.0)
+        first, second = step(offset), step(offset + 1)
+        with monarch.coalescing():
+            third = offset + 2
+            beside.append(pool.submit(alone).result(30))
+        assert inspect([first, second, third]) == [8, 10, 6]
+    assert beside == [5, 5]
+
+
 def test_what_is_not_known_here_is_refused_by_name(procs):
     with procs.activate():
         ones = torch.ones(4)
         with pytest.raises(TypeError, match=r"monarch\.inspect"):
             ones.sum().item()
-        for read in (bool, float, lambda each: each.tolist(), lambda each: each.numpy()):
+        reads: list[Callable[[Any], Any]] = [bool, float, lambda each: each.tolist(), lambda each: each.numpy()]
+        for read in (*reads, "{:.2f}".format, lambda each: torch.equal(each, each)):
             with pytest.raises(TypeError, match=r"monarch\.inspect"):
                 read(ones.sum())
         with pytest.raises(NotImplementedError, match="depends on elements"):
@@ -279,8 +354,44 @@ def test_a_mesh_that_is_gone_is_no_failure_of_another(procs, tensor_client, monk
         for number in range(20):
             total = total + number
         assert inspect(total).tolist() == [sum(range(20))]
-    with gone.activate(), pytest.raises(DeviceException, match="a tensor worker is gone"):
-        inspect(held)
+    for use in (lambda: inspect(held), gone.activate):
+        with pytest.raises(DeviceException, match="a tensor worker is gone"):
+            use()
+
+
+def test_a_mesh_that_was_stopped_is_refused_where_it_is_activated(tensor_client):
+    ended = this_host().spawn_procs(name="ended")
+    with ended.activate():
+        inspect(torch.ones(1))
+    ended.stop().get()
+    with pytest.raises(RuntimeError, match="already been stopped"):
+        ended.activate()
+    assert type(torch.ones(1)) is torch.Tensor
+
+
+def test_data_is_what_it_was_set_to(procs):
+    with procs.activate():
+        net = torch.nn.Linear(2, 3)
+        net.double()
+        assert inspect(net(torch.ones(2, dtype=torch.float64))).dtype == torch.float64
+        weight = net.weight
+        (weight * weight).sum().backward()
+        weight.data = torch.full((3, 2), 7.0)
+        weight.data.mul_(2)
+        assert weight.requires_grad and weight.dtype == torch.float32
+        assert inspect(weight).tolist() == [[14.0] * 2] * 3
+        with pytest.raises(TypeError, match="another one, not a Tensor"):
+            weight.data = torch.tensor(1.0)
+
+
+def test_a_copy_has_the_same_shards(procs):
+    with procs.activate():
+        one = torch.ones(2, requires_grad=True)
+        twin = copy.copy(one)
+        with torch.no_grad():
+            one.add_(1)
+        assert twin is not one and twin.requires_grad
+        assert inspect(twin).tolist() == [2, 2]
 
 
 def test_modules_can_be_copied(procs):

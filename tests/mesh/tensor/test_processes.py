@@ -52,6 +52,18 @@ def test_each_process_draws_its_own_random_numbers(real):
         assert torch.equal(numbers, torch.rand(3, generator=torch.Generator().manual_seed(7 + rank)))
 
 
+def test_results_have_the_default_dtype_of_the_controller(real):
+    with real.activate():
+        try:
+            torch.set_default_dtype(torch.float64)
+            made = [torch.full((1,), 0.5), torch.arange(0, 1, 0.5), torch.arange(2) * 0.5, torch.arange(2) / 2]
+        finally:
+            torch.set_default_dtype(torch.float32)
+        made.append(torch.arange(2) / 2)
+        assert [each.dtype for each in inspect(made)] == [each.dtype for each in made]
+        assert made[0].dtype != made[-1].dtype
+
+
 def test_large_shards_move_between_processes(real):
     with real.slice(hosts=0).activate():
         large = torch.arange(4 << 20, dtype=torch.int32) + real.slice(hosts=0).rank_tensor("gpus")

@@ -7,7 +7,7 @@ import torch
 
 import monarch
 from monarch import OpaqueRef, RemoteException, Stream, call_on_shard_and_fetch, fetch_shard, inspect, remote
-from monarch.actor import ActorError
+from monarch.actor import ActorError, this_host
 
 
 def double(x: torch.Tensor) -> torch.Tensor:
@@ -91,6 +91,14 @@ def test_a_remote_function_needs_a_mesh_and_tensors_of_it(procs):
         whole = torch.ones(2)
     with alone.activate():
         assert remote(double)(whole).mesh == alone
+    apart = this_host().spawn_procs({"hosts": 2, "gpus": 2}, name="apart")
+    with apart.activate():
+        with pytest.raises(ValueError, match="no part of the mesh"):
+            remote(double)(whole)
+        with pytest.raises(TypeError, match="spawned apart"):
+            torch.ones(2) + whole
+    with pytest.raises(ValueError, match="dotted path"):
+        remote("double")
     with pytest.raises(TypeError, match="propagate"):
         remote(double, propagate="guess")
     with pytest.raises(TypeError, match="dotted path"):
@@ -149,6 +157,45 @@ def test_a_failing_operator_in_place_poisons_what_it_wrote_to(procs):
             inspect(target)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_shares_memory_with_what_was_not_written_to_is_poisoned_too(procs, compiled):
+    def write(row):
+        row.add_(failing(row))
+
+    step = monarch.compile(write) if compiled else write
+    with procs.activate():
+        for _ in range(2):  # recorded, and run again
+            base, apart = torch.zeros(2, 3), torch.zeros(2, 3)
+            row, other = base[0], base[1]
+            step(row)
+            for each in (base, row, other, base.t()):
+                with pytest.raises(RemoteException, match="no such luck"):
+                    inspect(each)
+            assert not inspect(apart).any()
+
+
+def test_a_failing_reduction_in_place_poisons_what_it_is_a_part_of(procs):
+    def odd(x):
+        if int(x):
+            raise ValueError("odd")
+        return x
+
+    with procs.activate():
+        whole = torch.zeros(2, 1, dtype=torch.int64)
+        part = whole[0]
+        part.copy_(remote(odd, propagate=same_shape)(procs.rank_tensor("gpus")))
+        part.reduce_("gpus")
+        for gpu in range(2):
+            with pytest.raises(RemoteException, match=r"odd|another member"):
+                inspect(whole, gpus=gpu)
+
+
+def test_a_function_that_needs_elements_is_told_to_say_its_shape(procs):
+    with procs.activate(), pytest.raises(ActorError) as caught:
+        remote(lambda x: x * x.sum().item())(torch.ones(2))
+    assert any("function as `propagate`" in note for note in caught.value.__notes__)
+
+
 def test_a_failure_on_one_rank_is_not_one_of_the_others(procs):
     def odd(x):
         if int(x):
@@ -202,6 +249,17 @@ def test_wrong_arguments_are_a_type_error_with_a_reason_for_each(procs):
     for at, reason in enumerate(("LOCAL_TENSOR", "WRONG_MESH", "WRONG_STREAM", "DROPPED"), 1):
         assert f"tensor {at}, of shape" in text and reason in text
     assert "gone.drop()  # the dropping line" in text
+
+
+def test_meshes_of_the_same_sizes_are_told_apart_by_their_ranks(procs):
+    first, second = procs.slice(hosts=0), procs.slice(hosts=1)
+    with first.activate():
+        x = torch.ones(2)
+    with second.activate(), pytest.raises(TypeError) as caught:
+        _ = x + torch.ones(2)
+    assert "{'gpus': 2} (ranks 0, 1 of 4), others are on {'gpus': 2} (ranks 2, 3 of 4); use to_mesh" in str(
+        caught.value
+    )
 
 
 def test_autograd_cannot_follow_into_a_remote_function(procs):

@@ -105,6 +105,12 @@ class NothingHeld:
 
     noted: Final = False
 
+    def __enter__(self) -> NothingHeld:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
 
 NOTHING_HELD: Final = NothingHeld()
 
@@ -122,3 +128,8 @@ os.register_at_fork(after_in_child=_in_forked_child)
 
 def on_main_thread() -> bool:
     return threading.get_ident() == _main_thread
+
+
+def undisturbed() -> Held | NothingHeld:
+    """For a block that is to run to its end, in whatever thread it runs."""
+    return Held() if on_main_thread() else NOTHING_HELD

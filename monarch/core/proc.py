@@ -21,6 +21,7 @@ from monarch.core.driver import make_driver
 from monarch.core.envelope import MESSAGE_TTL, CallKey, Envelope, Flag, Kind
 from monarch.core.future import Future
 from monarch.core.gateway import Gateway
+from monarch.core.held import undisturbed
 from monarch.core.ids import ActorId, ProcId
 from monarch.core.instance import Instance, Sender
 from monarch.core.limits import Limits
@@ -315,7 +316,8 @@ class Proc:
             self.bounce(envelope, Down("failed", f"this process knows no request {name!r}"))
             return
         try:
-            handler(envelope, *arguments)
+            with undisturbed():  # an interrupt on its way could leave a process half launched
+                handler(envelope, *arguments)
         except Exception as error:
             log.exception("request.failed", request=name)
             self.bounce(envelope, Down("failed", f"request {name} failed: {type(error).__name__}: {error}"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import threading
 from typing import Any
 
@@ -236,3 +237,18 @@ def test_a_port_that_raises_does_not_keep_others_from_hearing_of_an_end(
     with caplog.at_level(logging.CRITICAL, "monarch"):
         a.gateway.peers.declare_gone(b.proc_id, _DOWN)
     assert waiting.gone == [(b.key, _DOWN)] and hooked == [b.key]
+
+
+def test_what_an_agent_has_begun_it_ends_before_an_interrupt_counts(net: Net) -> None:
+    proc = net.proc("a")
+    done: list[str] = []
+
+    def interrupted(envelope: Envelope) -> None:
+        signal.raise_signal(signal.SIGINT)
+        done.append("all of it")
+
+    proc.handlers["interrupted"] = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        proc.tell(proc.proc_id, "interrupted")
+
+    assert done == ["all of it"]

@@ -137,6 +137,11 @@ class Gateway:
         """Where it listens first."""
         return next((listener.url for listener in self._listeners.values()), "")
 
+    @property
+    def starved(self) -> OSError | None:
+        """Why those who come cannot be linked now: as `Listener.starved`."""
+        return next((listener.starved for listener in self._listeners.values() if listener.starved is not None), None)
+
     def hand_down(self) -> list[int]:
         """Descriptors of a connection to this process, for one that is about to be started and `inherit`s them; the
         caller owns them. Empty: it must dial."""

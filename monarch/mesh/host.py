@@ -25,6 +25,7 @@ from monarch.core.monitor import Down
 from monarch.core.peer import State
 from monarch.launch.bootstrap import BootstrapCommand
 from monarch.launch.launcher import Exit, Launcher, LaunchSpec
+from monarch.launch.wire import explain
 from monarch.log import get_logger
 from monarch.mesh import actor_config
 from monarch.mesh.lines import Origin, Parcel
@@ -36,6 +37,7 @@ log = get_logger("monarch.host")
 
 _ORPHAN_GRACE_S = 1.0
 _ASK_AGAIN_S = 0.1
+_STARVED_S = 2.0  # so long processes try to reach an agent that has no descriptor left for links
 
 
 @define(frozen=True)
@@ -262,6 +264,7 @@ class HostAgent:
         for each, running in zip(launched, self._starter.start(starts), strict=True):
             each.running = running
         runtime.gateway.call_later(limit_s, lambda: self._end_the_silent(launched, limit_s))
+        runtime.gateway.call_later(_STARVED_S, lambda: self._end_the_unlinked(launched))
 
     def residents(self) -> list[Resident]:
         """The processes of this host, in the order of their launch."""
@@ -278,14 +281,35 @@ class HostAgent:
             found.append(Resident(proc, name, pid, up, linked, each.stopping is not None))
         return found
 
-    def _end_the_silent(self, launched: list[_Launched], limit_s: float) -> None:
-        for each in launched:
-            peer = self._runtime.gateway.peers.get(each.request.proc.key)
-            if peer is not None and peer.state is State.NEW and each.down is None:
-                log.error("proc.silent", proc=each.request.title, limit_s=limit_s)
-                each.down = Down("unreachable", f"process {each.request.title} did not come up within {limit_s:g} s")
-                if each.running is not None:
-                    each.running.kill(9)
+    def _not_up(self, launched: Sequence[_Launched]) -> list[_Launched]:
+        peers = self._runtime.gateway.peers
+        found = [(each, peers.get(each.request.proc.key)) for each in launched if each.down is None]
+        return [each for each, peer in found if peer is not None and peer.state is State.NEW]
+
+    def _end_the_silent(self, launched: Sequence[_Launched], limit_s: float) -> None:
+        for each in self._not_up(launched):
+            log.error("proc.silent", proc=each.request.title, limit_s=limit_s)
+            self._give_up(each, f"process {each.request.title} did not come up within {limit_s:g} s")
+
+    def _end_the_unlinked(self, launched: Sequence[_Launched]) -> None:
+        """They would try until they are silent for too long, and have no chance."""
+        left, gateway = self._not_up(launched), self._runtime.gateway
+        starved = gateway.starved
+        if left and starved is None:
+            gateway.call_later(_STARVED_S, lambda: self._end_the_unlinked(left))
+        elif starved is not None:
+            scheme, linked = gateway.transport.scheme, len(self._procs) - len(left)
+            why = explain(starved, f"process {os.getpid()}, which starts it, has no descriptor left for a link to it")
+            advice = "Raise that limit before the program starts"
+            advice += "" if scheme in ("ipc", "shm") else ", or take the transport shm, which needs fewer descriptors"
+            for each in left:
+                text = f"{why}; {linked} other processes are linked over {scheme}. {advice}"
+                self._give_up(each, f"process {each.request.title} cannot come up: {text}")
+
+    def _give_up(self, launched: _Launched, why: str) -> None:
+        launched.down = Down("unreachable", why)
+        if launched.running is not None:
+            launched.running.kill(9)
 
     def _on_exit(self, proc: ProcId, launched: _Launched, exit: Exit) -> None:
         """On whatever thread closes or pumps the launcher; the driving thread alone reads the last words of a link."""

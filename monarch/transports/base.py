@@ -118,6 +118,11 @@ class Listener(Protocol):
         """A descriptor for epoll, readable when `accept_nowait` has work (progress of a handshake counts)."""
         ...
 
+    @property
+    def starved(self) -> OSError | None:
+        """Why the last that could have become a link did not: this process had no descriptor left for it."""
+        ...
+
     def accept_nowait(self) -> list[Link]:
         """Go on with all handshakes, and return the links that became ready."""
         ...

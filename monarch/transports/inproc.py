@@ -206,6 +206,7 @@ def pair(left_name: str = "left", right_name: str = "right") -> tuple[InprocLink
 class InprocListener:
     """Hands out the other ends of what was dialled."""
 
+    starved: ClassVar[None] = None
     url: str
     _transport: InprocTransport
     _secret: bytes

@@ -113,7 +113,7 @@ class Door:
 
 class Pair:
     """A `Pair0`, with one connection. Calls never block, and errors are return values: raising TryAgain for every
-    wake-up would cost more than the call."""
+    wake-up would cost more than the call. What makes one raises NotViable, or OSError when no descriptor is left."""
 
     def __init__(self) -> None:
         global _used_by
@@ -131,14 +131,19 @@ class Pair:
         """Both ends have agreed to talk."""
         self.is_gone = False
         """The connection has ended; what arrived before can still be received."""
-        with _start_lock:  # two threads that make the first socket at once start nng twice, which then hangs
-            self._socket = pynng.Pair0(recv_max_size=0)
-        _pairs.add(self)
-        self._socket.add_post_pipe_connect_cb(self._on_up)
-        self._socket.add_post_pipe_remove_cb(self._on_gone)
-        self._id = self._socket.socket
-        self.recv_fd: int = self._socket.recv_fd
-        self.send_fd: int = self._socket.send_fd
+        try:
+            with _start_lock:  # two threads that make the first socket at once start nng twice, which then hangs
+                self._socket = pynng.Pair0(recv_max_size=0)
+            _pairs.add(self)
+            self._socket.add_post_pipe_connect_cb(self._on_up)
+            self._socket.add_post_pipe_remove_cb(self._on_gone)
+            self._id = self._socket.socket
+            self.recv_fd: int = self._socket.recv_fd
+            self.send_fd: int = self._socket.send_fd
+        except pynng.NNGException as error:
+            if self in _pairs:
+                self.close()
+            raise self._failed(error.errno, "make a socket") from None
         self._data, self._size = self._ffi.new("char **"), self._ffi.new("size_t *")
         self._recv_flags = self._lib.NNG_FLAG_ALLOC | self._lib.NNG_FLAG_NONBLOCK
         self._send_flags = self._lib.NNG_FLAG_NONBLOCK
@@ -146,7 +151,7 @@ class Pair:
 
     @classmethod
     def over(cls, sock: socket.socket) -> Pair:
-        """A pair over a connected socket, which is nng's from now on. Raises: NotViable."""
+        """A pair over a connected socket, which is nng's from now on."""
         fd = sock.detach()
         try:
             self = cls()
@@ -160,7 +165,7 @@ class Pair:
 
     @classmethod
     def behind_a_door(cls, host: str) -> tuple[Pair, Door]:
-        """A pair at an address of ours that whoever knows the door's key can dial, with TLS. Raises: NotViable."""
+        """A pair at an address of ours that whoever knows the door's key can dial, with TLS."""
         self = cls()
         what = f"listen at {host} with TLS"
         key = secrets.token_bytes(_KEY_BYTES)
@@ -172,7 +177,7 @@ class Pair:
 
     @classmethod
     def through(cls, host: str, door: Door) -> Pair:
-        """The other end, on its way up. Raises: NotViable."""
+        """The other end, on its way up."""
         self = cls()
         what = f"dial {host} with TLS"
         dialer = self._ffi.new("nng_dialer *")
@@ -203,7 +208,12 @@ class Pair:
     def _must(self, code: int, what: str) -> None:
         if code != 0:
             self.close()
-            raise NotViable(f"nng cannot {what}: {self.describe(code)}")
+            raise self._failed(code, what)
+
+    def _failed(self, code: int, what: str) -> NotViable | OSError:
+        if code == self._lib.NNG_ENOFILES:
+            return OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return NotViable(f"nng cannot {what}: {self.describe(code)}")
 
     def shut_the_door(self) -> None:
         """The pair is up: nobody else is to reach the port, which nng keeps for as long as it has the pair. And what

@@ -23,7 +23,7 @@ from monarch.errors import LinkSevered, NotViable
 from monarch.log import get_logger
 from monarch.transports.base import Link, Viability
 from monarch.transports.nng import Pair
-from monarch.transports.stream import StreamListener, authenticate, recv_some, send_all, severed
+from monarch.transports.stream import NO_DESCRIPTOR, StreamListener, authenticate, recv_some, send_all, severed
 from monarch.transports.tcp_link import TcpLink
 from monarch.transports.url import Url
 
@@ -91,6 +91,8 @@ class Pairings:
             plain.send(_READY)
             return TcpLink(plain, pair, f"{Url(self._scheme, host, port)} at {self._url}")
         except OSError as error:
+            if self.listener is not None:
+                self.listener.starves(error)
             log.info("pairing.failed", address=self._url, reason=str(error))
             plain.close()
             pair.close()
@@ -166,6 +168,8 @@ def connected(
     except socket.gaierror as error:
         raise LinkSevered(f"{at}: the name {address.host!r} does not resolve: {error.strerror}") from error
     except OSError as error:
+        if error.errno in NO_DESCRIPTOR:
+            raise
         raise severed(at, error) from error
     try:
         sock = prepare(sock)

@@ -438,6 +438,7 @@ class StreamListener:
     _max_newcomers: int = 128
     selector: selectors.BaseSelector = field(factory=selectors.DefaultSelector, init=False)
     """Whatever else `adopt` has to wait for may be registered here, with a callable that raises nothing as data."""
+    starved: OSError | None = field(default=None, init=False)
     _newcomers: OrderedDict[int, _Newcomer] = field(factory=OrderedDict, init=False)
     _heirs: set[_Newcomer] = field(factory=set, init=False)  # of whom nothing was heard yet
     _spare: Spare = field(factory=Spare, init=False)
@@ -495,7 +496,14 @@ class StreamListener:
         now_s = self._clock()
         while self._newcomers and (oldest := next(iter(self._newcomers.values()))).deadline_s <= now_s:
             self._forget(oldest)
+        if links:
+            self.starved = None
         return links
+
+    def starves(self, error: Exception) -> None:
+        """Note `error`, which ended somebody who came, if it is that no descriptor was left."""
+        if isinstance(error, OSError) and error.errno in NO_DESCRIPTOR:
+            self.starved = error
 
     def _accept(self) -> None:
         for _ in range(self._max_newcomers):
@@ -505,6 +513,7 @@ class StreamListener:
                 return
             except OSError as error:
                 if error.errno in NO_DESCRIPTOR:
+                    self.starves(error)
                     if not self._make_room():
                         return
                     continue
@@ -565,7 +574,8 @@ class StreamListener:
         self._forget(newcomer, close=False)
         try:
             link = self._adopt(sock, newcomer.greeting)
-        except (OSError, TransportError):  # it is gone already
+        except (OSError, TransportError) as error:  # it is gone already, or cannot be kept
+            self.starves(error)
             return sock.close()
         if link is not None:
             links.append(link)

@@ -20,7 +20,6 @@ from typing import Final
 
 from attrs import define, evolve, field
 
-from monarch.errors import TransportError
 from monarch.transports import nng, pairing
 from monarch.transports.base import Memory, Viability
 from monarch.transports.nng import Pair, set_options
@@ -77,10 +76,10 @@ class _Halves:
             return
         try:
             pair = Pair.over(ends[_NNG])
-        except TransportError:
+        except BaseException:
             ends[_PLAIN].close()
-        else:
-            self._pairings.add(ends[_PLAIN], pair)
+            raise
+        self._pairings.add(ends[_PLAIN], pair)
 
     def close(self) -> None:
         for half in self._waiting.values():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 from typing import Any
 
@@ -324,3 +325,26 @@ def test_settings_reach_the_processes() -> None:
 
     with fresh_client("ipc", "thread", cleanup_timeout="7s"):
         assert this_host().spawn_procs().spawn("s", Settings).read.call_one().get(10) == ("7s", "thread")
+
+
+FEW_DESCRIPTORS = """
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+import monarch.actor
+from tests.mesh.actors import Worker
+monarch.actor.unhandled_fault_hook = lambda failure: None
+workers = monarch.actor.this_host().spawn_procs({"gpus": 16}).spawn("workers", Worker)
+print(workers.pid.call().exception(25))  # they would be given up after 30 s
+"""
+
+
+@pytest.mark.slow
+def test_where_descriptors_are_too_few_for_the_links_the_error_says_so_soon() -> None:
+    environ = {"MONARCH_TRANSPORT": "tcp", "PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(filter(None, sys.path))}
+    command = [sys.executable, "-c", FEW_DESCRIPTORS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environ)
+
+    assert "no descriptor left for a link to it" in done.stdout, done.stdout + done.stderr
+    assert "RLIMIT_NOFILE is 100, the limit of open files, `ulimit -n`" in done.stdout
+    assert "Raise that limit before the program starts" in done.stdout
+    assert "Traceback" not in done.stderr

@@ -44,11 +44,11 @@ def connection():
             yield theirs, ours
 
 
-def finished(ours: socket.socket, pair: FakePair) -> object:
+def finished(ours: socket.socket, pair: FakePair, starved: list[Exception]) -> object:
     """What the listener gets when the pair is up."""
     with selectors.DefaultSelector() as selector:
         pairings = Pairings("tls+tcp", "here")
-        pairings.listener = SimpleNamespace(selector=selector)  # type: ignore[assignment]
+        pairings.listener = SimpleNamespace(selector=selector, starves=starved.append)  # type: ignore[assignment]
         pairings.add(ours, pair)  # type: ignore[arg-type]
         pair.wake.set()
         ((key, _),) = selector.select(10)
@@ -58,7 +58,7 @@ def finished(ours: socket.socket, pair: FakePair) -> object:
 def test_a_door_that_does_not_shut_ends_its_own_link_only(connection):
     theirs, ours = connection
     pair = FakePair(FULL)
-    assert finished(ours, pair) is None
+    assert finished(ours, pair, []) is None
     assert pair.is_closed and theirs.recv(1) == b""
 
 
@@ -69,8 +69,10 @@ def test_a_link_for_which_no_descriptor_is_left_is_closed(connection, monkeypatc
     monkeypatch.setattr(pairing, "TcpLink", no_link)
     theirs, ours = connection
     pair = FakePair()
-    assert finished(ours, pair) is None
+    starved: list[Exception] = []
+    assert finished(ours, pair, starved) is None
     assert pair.is_closed and theirs.recv(10, socket.MSG_WAITALL)[1:] == b""
+    assert starved == [FULL]
 
 
 def test_what_nobody_can_wait_for_is_closed(connection):

@@ -190,6 +190,7 @@ def test_running_out_of_descriptors_is_survived():
         for client in clients:
             client.settimeout(5)
             assert client.recv(100) == b""  # refused, not left hanging
+        assert listener.starved is not None and listener.starved.errno == errno.EMFILE
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         for fd in fillers:
@@ -197,6 +198,7 @@ def test_running_out_of_descriptors_is_survived():
         for client in clients:
             client.close()
     left, right = dial_and_accept(transport, listener)
+    assert listener.starved is None
     assert exchange(left, right, [[b"still there"]])
     left.abort()
     right.abort()

@@ -35,7 +35,7 @@ from monarch.errors import RemoteProtocolError, TransportError
 from monarch.log import get_logger
 from monarch.transports import ring
 from monarch.transports.base import Buffer, Frame
-from monarch.transports.framing import BIG_BYTES, FrameDecoder, encode
+from monarch.transports.framing import BIG_BYTES, FrameDecoder
 from monarch.transports.stream import StreamLink
 
 if TYPE_CHECKING:
@@ -45,7 +45,6 @@ log = get_logger("monarch.ring")
 
 _MARK: Final = Struct("<Q")
 _START: Final = _MARK.pack(0)
-_BELL: Final[list[Buffer]] = encode([])
 _WITH_RING: Final = b"r"
 _WITHOUT: Final = b"-"
 
@@ -129,18 +128,16 @@ class RingLink:
             stream, writer = self._stream, self._writer
             if writer is None or stream.blocked:
                 return self._send(frames)
-            sent = pushed = writer.push(frames, self._sent)  # type: ignore[arg-type]
-            while sent < len(frames):
-                if max(map(len, frames[sent]), default=0) < BIG_BYTES:
-                    break  # there is no room in the ring
-                pushed += self._send_large(writer, frames[sent])
-                sent += 1
-                if stream.blocked:
-                    break
+            sent = pushed = 0
+            while sent < len(frames) and not stream.blocked:
                 more = writer.push(frames[sent:], self._sent)  # type: ignore[arg-type]
                 sent, pushed = sent + more, pushed + more
-            if pushed and writer.rouse() and not ring.ring_bell(self._fd):
-                stream.send_encoded(_BELL)
+                if sent == len(frames) or max(map(len, frames[sent]), default=0) < BIG_BYTES:
+                    break  # all are out, or the ring is full
+                pushed += self._send_large(writer, frames[sent])
+                sent += 1
+            if pushed and writer.rouse():
+                stream.send_empty(ring.ring_bell)
             return sent if sent == len(frames) else sent + self._send(frames[sent:])
 
     def _send(self, frames: Sequence[Sequence[Buffer]]) -> int:

@@ -31,7 +31,7 @@ from attrs import define, field
 from monarch.errors import AuthenticationError, LinkClosed, LinkSevered, ProtocolError, TransportError
 from monarch.transports.auth import Handshake
 from monarch.transports.base import Buffer, Frame, Link
-from monarch.transports.framing import GOODBYE, FrameDecoder, Tail, encode_joined
+from monarch.transports.framing import GOODBYE, FrameDecoder, Tail, encode, encode_joined
 
 QUEUE_BYTES: Final = 1 << 20
 """A link that waits for room takes no further frame once it holds this much."""
@@ -142,6 +142,14 @@ class StreamLink:
             if self._is_shut:
                 raise self._end or LinkClosed(f"the link to {self.peer} is closed")
             self._send(buffers)
+
+    def send_empty(self, at_once: Callable[[int], bool]) -> None:
+        """A frame of no parts; through `at_once(fileno)` where nothing is in its way, if that says it is done."""
+        with self._send_lock:
+            if self._is_shut:
+                raise self._end or LinkClosed(f"the link to {self.peer} is closed")
+            if self._out or not at_once(self._fd):
+                self._send(encode([]))
 
     def _send(self, buffers: list[Buffer]) -> None:
         if len(buffers) == 1 and not self._out:  # the common case: a small frame, and room for it

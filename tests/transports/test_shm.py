@@ -63,6 +63,25 @@ def test_from_the_second_of_a_segment_on_what_is_lent_takes_the_ring(pool, links
     assert receiver.frames == frames
 
 
+@pytest.mark.skipif(bool(ring.why_not), reason=ring.why_not or "there are rings")
+def test_no_bell_gets_into_the_middle_of_a_frame(pool, links, monkeypatch):
+    left, right = links
+    exchange(left, right, [[b"the way is open"]])
+    assert left.recv_nowait() == []
+    pool.limit_bytes = 0
+    receiver = Receiver(right)
+
+    def make_room_and_ring(fd: int, really: Callable[[int], bool] = ring.ring_bell) -> bool:
+        receiver.step()
+        return really(fd)
+
+    monkeypatch.setattr(ring, "ring_bell", make_room_and_ring)
+    frames = [[b"small"], [b"x" * (8 * MIB)]]
+    assert left.send_nowait(frames) == 2 and left.blocked
+    wait_until(lambda: left.flush_nowait() and receiver.step() == 2, left, right)
+    assert receiver.frames == frames
+
+
 def test_memory_of_the_pool_is_not_copied_and_belongs_to_its_only_receiver(pool, links):
     memory = pool.allocate(MIB)
     memory[:] = b"x" * MIB

@@ -78,7 +78,7 @@ def test_no_bell_gets_into_the_middle_of_a_frame(pool, links, monkeypatch):
     monkeypatch.setattr(ring, "ring_bell", make_room_and_ring)
     frames = [[b"small"], [b"x" * (8 * MIB)]]
     assert left.send_nowait(frames) == 2 and left.blocked
-    wait_until(lambda: left.flush_nowait() and receiver.step() == 2, left, right)
+    wait_until(lambda: (left.flush_nowait(), receiver.step()) == (True, 2), left, right)
     assert receiver.frames == frames
 
 

@@ -277,8 +277,9 @@ class Instance(Sender):
 
     def cut_off(self) -> None:
         """End at once, without anything more: no release and no cleanup where they have not been."""
-        self.phase = Phase.ENDED
-        self._loop.stop()
+        if self.phase is not Phase.ENDED:  # else what is left is cancelled now, on the loop
+            self.phase = Phase.ENDED
+            self._loop.stop()
 
     def run(self, behavior: Behavior) -> None:
         """Live. Returns when the actor has ended."""

@@ -513,6 +513,24 @@ def test_a_cut_off_actor_ends_without_release_and_cleanup(proc: Proc) -> None:
     assert life.fake.log == ["construct", "one"]
 
 
+def test_an_actor_may_be_cut_off_while_it_cleans_up(proc: Proc, caplog: pytest.LogCaptureFixture) -> None:
+    cleaning = threading.Event()
+
+    async def forever() -> None:
+        cleaning.set()
+        await asyncio.Event().wait()
+
+    fake = Fake()
+    fake.cleans = forever
+    life = Life(proc, fake)
+    life.instance.request_stop(_STOP)
+    assert cleaning.wait(LIMIT_S)
+    life.instance.post_control(life.instance.cut_off)
+
+    assert life.ended() == _STOP
+    assert "loop.unclean" not in caplog.text
+
+
 def test_numbers_per_destination_have_no_hole_and_no_repetition(proc: Proc) -> None:
     life = Life(proc)
     drawn: list[int] = []

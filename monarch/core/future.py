@@ -21,7 +21,7 @@ from monarch.core.deadlock import Wait
 from monarch.core.driver import Driver, Signal, _sleep_until_set
 from monarch.core.held import ALL_BUT_INTERRUPT, Held, on_main_thread
 from monarch.core.spin import cpus
-from monarch.errors import CallCancelled
+from monarch.errors import CallCancelled, MonarchError
 from monarch.log import get_logger
 
 log = get_logger("monarch.future")
@@ -254,8 +254,8 @@ class Future(Generic[R]):
                 except Exception as error:
                     self._error = error
                 # Another BaseException interrupts this look, and is not what the call ended with: look again.
-                if self._error is not None:
-                    self._traceback = self._error.__traceback__
+                if self._error is not None and not isinstance(self._error, MonarchError):
+                    self._traceback = self._error.__traceback__  # of ours, it is where we have read the reply
                 self._thunk = self._trouble = None
 
     def _wait(self, timeout: float | None) -> bool:

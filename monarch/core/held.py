@@ -84,7 +84,7 @@ class Held:
             except BaseException as error:
                 if isinstance(error, KeyboardInterrupt) and not error.args and interrupted_because:
                     error.args = (interrupted_because,)
-                failed = error
+                failed = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
         if failed is not None:
             raise failed
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import signal
 import threading
 import traceback
 import warnings
@@ -13,6 +14,8 @@ from typing import Any
 import pytest
 
 from monarch.core.future import Future
+from monarch.core.held import Held
+from monarch.errors import ActorError
 
 
 def _pending(explain: Callable[[], str] | None = None) -> Future[Any]:
@@ -77,6 +80,35 @@ def test_looking_again_at_a_failure_does_not_lengthen_its_traceback() -> None:
         lengths.add(len(traceback.extract_tb(error.__traceback__)))
 
     assert len(lengths) == 1
+
+
+@pytest.mark.parametrize(("error", "shown"), [(ActorError(KeyError("x")), False), (ValueError("x"), True)])
+def test_the_traceback_of_an_error_leaves_out_how_a_reply_was_read(error: Exception, shown: bool) -> None:
+    """Not that of other errors, which are of what was read: they come from the code that rebuilds a value."""
+    future = _pending()
+
+    def rebuild() -> None:
+        raise error
+
+    future._complete(rebuild)
+    with pytest.raises(type(error)) as caught:
+        future.get()
+    names = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert ("rebuild" in names) == shown and names[1:3] == ["get", "_resolve"]
+
+
+def test_the_traceback_of_an_interrupt_that_waited_shows_its_handler_and_where_it_waited() -> None:
+    def handler(*_: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        with pytest.raises(TimeoutError) as caught, Held():
+            signal.raise_signal(signal.SIGALRM)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    names = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert names[1:] == ["__exit__", "handler"]
 
 
 @pytest.mark.parametrize("timeout", [-1, float("inf"), float("nan"), -0.001])

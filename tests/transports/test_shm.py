@@ -72,7 +72,8 @@ def test_no_bell_gets_into_the_middle_of_a_frame(pool, links, monkeypatch):
     receiver = Receiver(right)
 
     def make_room_and_ring(fd: int, really: Callable[[int], bool] = ring.ring_bell) -> bool:
-        receiver.step()
+        receiver.step()  # the ring
+        receiver.step()  # the stream
         return really(fd)
 
     monkeypatch.setattr(ring, "ring_bell", make_room_and_ring)

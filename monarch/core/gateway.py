@@ -258,7 +258,7 @@ class Gateway:
             # What waits is a part of what is not acknowledged, and that is quick to tell.
             if peer is not None and peer.session.unacked_bytes > peer.send_buffer_bytes and peer.is_full:
                 signal = Signal()
-                while not self.is_closed and peer.wants_room(signal):
+                while not self.is_closed and peer.wants_room(signal.notify):
                     self.driver.wait(signal, 1.0)
                     signal.clear()
 

@@ -25,7 +25,6 @@ from typing import Final
 
 from attrs import define, field
 
-from monarch.core.driver import Signal
 from monarch.core.ids import ProcId
 from monarch.core.monitor import Down
 from monarch.core.poller import Poller
@@ -94,7 +93,7 @@ class Peer:
     outbox_bytes: int = 0
     burst: int = 0
     """Frames sent since the pump last had to do with this peer: up to `_BURST`, one by one."""
-    waiting_for_room: list[Signal] = field(factory=list)
+    waiting_for_room: list[Callable[[], None]] = field(factory=list)
     waiting_for_state: list[Callable[[], None]] = field(factory=list)
     waiting_for_end: list[Callable[[], None]] = field(factory=list)
 
@@ -204,11 +203,11 @@ class Peer:
             self.burst = _BURST - 1 if self.burst > _BURST + 1 else 0  # several queued up: somebody goes on sending
             self._send_outbox(link)
             self.poller.watch(link.fileno(), link.blocked or bool(self.outbox))
-            waiting: list[Signal] = []
+            waiting: list[Callable[[], None]] = []
             if self.waiting_for_room and self.backlog_bytes <= self.send_buffer_bytes // 2:
                 waiting, self.waiting_for_room = self.waiting_for_room, []
-        for signal in waiting:
-            signal.notify()
+        for notify in waiting:
+            notify()
 
     @property
     def backlog_bytes(self) -> int:
@@ -220,13 +219,13 @@ class Peer:
         """Whether senders that may wait should."""
         return self.backlog_bytes > self.send_buffer_bytes
 
-    def wants_room(self, signal: Signal) -> bool:
-        """Set `signal` once half of the buffer is free or the peer is gone; False when that is so already."""
+    def wants_room(self, notify: Callable[[], None]) -> bool:
+        """Call `notify` once half of the buffer is free or the peer is gone; False when that is so already."""
         with self.lock:
             if self.down is not None or self.backlog_bytes <= self.send_buffer_bytes // 2:
                 return False
-            if signal not in self.waiting_for_room:
-                self.waiting_for_room.append(signal)
+            if notify not in self.waiting_for_room:
+                self.waiting_for_room.append(notify)
             return True
 
     # ---- transitions; the lock is held, and what is returned is called without it
@@ -270,6 +269,6 @@ class Peer:
 
     def waiters(self) -> list[Callable[[], None]]:
         """All who wait for this peer, for the last time."""
-        waiting = [*self.waiting_for_state, *(signal.notify for signal in self.waiting_for_room), *self.waiting_for_end]
+        waiting = [*self.waiting_for_state, *self.waiting_for_room, *self.waiting_for_end]
         self.waiting_for_state, self.waiting_for_room, self.waiting_for_end = [], [], []
         return waiting

@@ -97,13 +97,6 @@ class _Awaited:
     left: int = 0
 
 
-@define(eq=False)
-class _Then:
-    """Notified as a `Signal`."""
-
-    notify: Callable[[], None]
-
-
 class Relay:
     """See the module; the part of `proc` that has to do with casts."""
 
@@ -320,7 +313,7 @@ class Relay:
             self._proc.bounce(message, down)
         else:
             peer = gateway.peers[key]
-            if peer.is_full and peer.wants_room(_Then(lambda: self._reached(passed, key, []))):  # type: ignore[arg-type]
+            if peer.is_full and peer.wants_room(lambda: self._reached(passed, key, [])):
                 return
         self._reached(passed, key, [])
 

@@ -25,8 +25,8 @@ from monarch.mesh.casting import LARGE_BYTES, Routes, routes
 from monarch.mesh.context import context
 from monarch.mesh.dispatch import READY
 from monarch.mesh.endpoint import Endpoint, PlainMethod, describe_call
-from monarch.mesh.members import describe_member, meet
-from monarch.mesh.replies import Members, MeshReply
+from monarch.mesh.members import Members, describe_member, meet
+from monarch.mesh.replies import MeshReply
 from monarch.mesh.shape import Region
 from monarch.mesh.view import MeshView, overridable
 from monarch.supervision.failure import Member

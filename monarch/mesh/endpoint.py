@@ -33,8 +33,9 @@ from attrs import define
 from monarch.core import codec
 from monarch.core.future import Future
 from monarch.mesh.context import Context, context
+from monarch.mesh.members import Members
 from monarch.mesh.port import Port
-from monarch.mesh.replies import CallSink, FailFastReply, Members, MeshReply, OneReply, SettledReply, StreamReply
+from monarch.mesh.replies import CallSink, FailFastReply, MeshReply, OneReply, SettledReply, StreamReply
 from monarch.mesh.value_mesh import ValueMesh
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Members of meshes as people know them: `module.Class name{'gpus': 1/2}`.
+"""Members of meshes: those that a call is for, and each as people know it: `module.Class name{'gpus': 1/2}`.
 
 A message names an actor by numbers. What those mean, this process knows of the actor meshes that it has met last: which
 it has spawned, or was sent.
@@ -6,15 +6,18 @@ it has spawned, or was sent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from attrs import define
 
+from monarch.core import exceptions
+from monarch.core.envelope import Envelope
 from monarch.core.ids import ProcId
+from monarch.core.monitor import Down
 from monarch.errors import MonarchError
 from monarch.mesh.shape import Point, Region
-from monarch.supervision.failure import Member
+from monarch.supervision.failure import Fate, Member, call_failed
 
 _KEPT: Final = 256
 
@@ -58,3 +61,45 @@ def find(number: int, proc_key: int) -> Member | None:
         if proc.key == proc_key:
             return describe_member(met.class_name, met.name, met.whole, base)
     return None
+
+
+class Members:
+    """Who a call is for: what one who waits for them must know to put a failure into words, and to reach them again."""
+
+    __slots__ = ("describe", "keys", "mesh_name", "method", "number", "procs", "region")
+
+    def __init__(
+        self,
+        number: int,
+        targets: Sequence[tuple[int, ProcId | None]],
+        describe: Callable[[int], Member | str],
+        mesh_name: str,
+        method: str,
+        region: Region,
+    ) -> None:
+        self.number = number  # of the actor, in each process
+        self.keys = [key for key, _ in targets]  # [rank in the view] -> process key
+        self.procs = [proc for _, proc in targets]  # [rank in the view]; None: the call has not been sent yet
+        self.describe = describe  # rank in the view -> who that is
+        self.mesh_name = mesh_name
+        self.method = method
+        self.region = region
+
+    def like(self, other: Members) -> None:
+        """Be as `other`, for subclasses."""
+        for name in Members.__slots__:
+            setattr(self, name, getattr(other, name))
+
+    def endpoint_text(self, rank: int) -> str:
+        return f"{self.describe(rank)}.{self.method}"
+
+    def call_text(self, rank: int) -> str:
+        return f"Actor call {self.endpoint_text(rank)} failed."
+
+    def trouble(self, reply: Envelope) -> str:
+        """What a reply with an error says."""
+        return f"{self.endpoint_text(reply.rank)} raised {exceptions.summary_of_sent(reply.parts)}"
+
+    def error(self, rank: int, down: Down, fate: Fate = Fate.UNKNOWN) -> Exception:
+        base = self.region.slice()[rank]
+        return call_failed(self.describe(rank), base, self.mesh_name, down, f"{self.mesh_name}.{self.method}", fate)

@@ -13,7 +13,7 @@ from monarch.core.peer import State
 
 if TYPE_CHECKING:
     from monarch.core.proc import Proc
-    from monarch.mesh.replies import Members
+    from monarch.mesh.members import Members
 
 _SHOWN: Final = 4
 """Members that are asked; of the others only the number is told."""

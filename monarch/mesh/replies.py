@@ -1,4 +1,4 @@
-"""The replies of a call: who was called, and the sinks that collect what they answer, one for each adverb.
+"""The replies of a call: the sinks that collect what its members answer, one for each adverb.
 
 The reply of a call is a value sent to a port that takes as many replies as the call has members. A sink completes the
 futures of its call: with the values, which whoever looks decodes, or with what went wrong, and with whom.
@@ -16,15 +16,14 @@ from monarch.core import codec, exceptions, inquiries
 from monarch.core.deadlock import Wait
 from monarch.core.envelope import Envelope, Flag
 from monarch.core.future import Future, Outcome, tell_unseen
-from monarch.core.ids import ProcId
 from monarch.core.monitor import Down
 from monarch.errors import ActorError, CallCancelled
 from monarch.mesh import pending
 from monarch.mesh.casting import tell_all
 from monarch.mesh.context import Context
-from monarch.mesh.shape import Region
+from monarch.mesh.members import Members
 from monarch.mesh.value_mesh import ValueMesh
-from monarch.supervision.failure import Fate, Member, call_failed
+from monarch.supervision.failure import Fate
 
 R = TypeVar("R")
 
@@ -57,48 +56,6 @@ def fate_of(bounce: Envelope) -> Fate:
     if bounce.flags & Flag.BEGUN:
         return Fate.BEGUN
     return Fate.UNKNOWN if bounce.flags & Flag.UNSURE else Fate.UNSERVED
-
-
-class Members:
-    """Who was called: what a reply sink must know to put a failure into words, and to reach them again."""
-
-    __slots__ = ("describe", "keys", "mesh_name", "method", "number", "procs", "region")
-
-    def __init__(
-        self,
-        number: int,
-        targets: Sequence[tuple[int, ProcId | None]],
-        describe: Callable[[int], Member | str],
-        mesh_name: str,
-        method: str,
-        region: Region,
-    ) -> None:
-        self.number = number  # of the actor, in each process
-        self.keys = [key for key, _ in targets]  # [rank in the view] -> process key
-        self.procs = [proc for _, proc in targets]  # [rank in the view]; None: the call has not been sent yet
-        self.describe = describe  # rank in the view -> who that is
-        self.mesh_name = mesh_name
-        self.method = method
-        self.region = region
-
-    def like(self, other: Members) -> None:
-        """Be as `other`, for subclasses."""
-        for name in Members.__slots__:
-            setattr(self, name, getattr(other, name))
-
-    def endpoint_text(self, rank: int) -> str:
-        return f"{self.describe(rank)}.{self.method}"
-
-    def call_text(self, rank: int) -> str:
-        return f"Actor call {self.endpoint_text(rank)} failed."
-
-    def trouble(self, reply: Envelope) -> str:
-        """What a reply with an error says."""
-        return f"{self.endpoint_text(reply.rank)} raised {exceptions.summary_of_sent(reply.parts)}"
-
-    def error(self, rank: int, down: Down, fate: Fate = Fate.UNKNOWN) -> Exception:
-        base = self.region.slice()[rank]
-        return call_failed(self.describe(rank), base, self.mesh_name, down, f"{self.mesh_name}.{self.method}", fate)
 
 
 class Unattended:

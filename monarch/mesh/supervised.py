@@ -18,7 +18,7 @@ from monarch.core.monitor import Down
 from monarch.mesh.actor_mesh import ActorMesh
 from monarch.mesh.child_line import Current, Line, Path, Refused, refused_error
 from monarch.mesh.context import context
-from monarch.mesh.replies import Members
+from monarch.mesh.members import Members
 from monarch.mesh.shape import Region
 from monarch.mesh.view import overridable
 

@@ -343,8 +343,8 @@ def test_who_casts_waits_while_a_member_takes_nothing(net: Net) -> None:
 
 def _make_room(peer: object) -> None:
     peer.send_buffer_bytes = 1 << 20  # type: ignore[attr-defined]
-    for signal in peer.waiting_for_room:  # type: ignore[attr-defined]
-        signal.notify()
+    for notify in peer.waiting_for_room:  # type: ignore[attr-defined]
+        notify()
 
 
 def test_what_is_sent_once_all_have_a_cast_comes_behind_it(net: Net) -> None:

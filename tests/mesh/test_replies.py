@@ -12,7 +12,8 @@ from monarch.core.envelope import Envelope, Flag, Kind
 from monarch.core.ids import ProcId, Uid
 from monarch.core.monitor import Down
 from monarch.mesh.context import NOWHERE, Context
-from monarch.mesh.replies import FailFastReply, Members, MeshReply, SettledReply, StreamReply
+from monarch.mesh.members import Members
+from monarch.mesh.replies import FailFastReply, MeshReply, SettledReply, StreamReply
 from monarch.mesh.shape import Extent
 
 _DOWN = Down("killed", "the process this actor was running on failed: Killed(sig=9)", 4711, "here", signal=9)

@@ -20,7 +20,8 @@ from typing import Final
 
 from monarch.errors import LinkSevered, NotViable, TransferError, TransportError
 from monarch.transports.base import Inherit, Link, Memory, Viability
-from monarch.transports.stream import StreamLink, StreamListener, authenticate, recv_some, send_all, severed
+from monarch.transports.listener import StreamListener
+from monarch.transports.stream import StreamLink, authenticate, recv_some, send_all, severed
 from monarch.transports.url import Url, parse
 from monarch.transports.verbs_stream import DEPTH, READY, SLOT_BYTES, VerbsStream
 from monarch.verbs.adapter import Peer

@@ -26,7 +26,8 @@ from typing import Final
 
 from monarch.errors import AuthenticationError, NotViable
 from monarch.transports.base import Link, Memory, Viability
-from monarch.transports.stream import StreamLink, StreamListener, authenticate, severed
+from monarch.transports.listener import StreamListener
+from monarch.transports.stream import StreamLink, authenticate, severed
 from monarch.transports.url import Url, parse
 
 _HAS_ABSTRACT: Final = sys.platform == "linux"

@@ -22,8 +22,9 @@ from attrs import define, field
 from monarch.errors import LinkSevered, NotViable
 from monarch.log import get_logger
 from monarch.transports.base import Link, Viability
+from monarch.transports.listener import StreamListener
 from monarch.transports.nng import Pair
-from monarch.transports.stream import NO_DESCRIPTOR, StreamListener, authenticate, recv_some, send_all, severed
+from monarch.transports.stream import NO_DESCRIPTOR, authenticate, recv_some, send_all, severed
 from monarch.transports.tcp_link import TcpLink
 from monarch.transports.url import Url
 

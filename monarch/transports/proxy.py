@@ -31,7 +31,8 @@ from typing import Final
 
 from attrs import define, field
 
-from monarch.transports.stream import NO_DESCRIPTOR, RECV_BYTES, Spare, recv_some, send_all
+from monarch.transports.listener import Spare
+from monarch.transports.stream import NO_DESCRIPTOR, RECV_BYTES, recv_some, send_all
 from monarch.wake import Wake
 
 CONNECT, LISTEN, TAKE = 3, 4, 5

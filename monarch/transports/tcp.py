@@ -1,7 +1,7 @@
 """TCP between hosts, through nng.
 
 Decides which connections make a link; leaves how it comes up to `pairing`, what travels over it to `tcp_link`, the
-proof of the secret to `auth`, accepting to `stream`, and nng to `nng`.
+proof of the secret to `auth`, accepting to `listener`, and nng to `nng`.
 
 A dialer opens two connections to the one port of the listener, and proves the secret on both. After the proof each
 says which it is and to which link it belongs, and the second one is given to nng: both ends adopt the connected socket
@@ -22,9 +22,10 @@ from attrs import define, evolve, field
 
 from monarch.transports import nng, pairing
 from monarch.transports.base import Memory, Viability
+from monarch.transports.listener import Acceptor, StreamListener
 from monarch.transports.nng import Pair, set_options
 from monarch.transports.proxy import Proxy
-from monarch.transports.stream import Acceptor, StreamListener, severed
+from monarch.transports.stream import severed
 from monarch.transports.tcp_link import TcpLink
 from monarch.transports.url import parse
 

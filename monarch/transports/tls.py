@@ -31,8 +31,8 @@ from monarch.log import get_logger
 from monarch.transports import certificates, nng, pairing
 from monarch.transports.base import Inherit, Memory, Viability
 from monarch.transports.certificates import Certificates
+from monarch.transports.listener import StreamListener
 from monarch.transports.nng import DOOR_BYTES, Door, Pair, set_options
-from monarch.transports.stream import StreamListener
 from monarch.transports.tcp_link import TcpLink
 from monarch.transports.url import parse
 

@@ -20,8 +20,9 @@ from monarch.errors import AuthenticationError, NotViable, ProtocolError, Transp
 from monarch.log import get_logger
 from monarch.transports import nng, pairing, proxy, tcp
 from monarch.transports.base import Inherit, Memory, Viability
+from monarch.transports.listener import StreamListener
 from monarch.transports.nng import set_options
-from monarch.transports.stream import StreamListener, severed
+from monarch.transports.stream import severed
 from monarch.transports.tcp_link import TcpLink
 from monarch.transports.url import Url, parse
 from monarch.wake import Wake

@@ -17,7 +17,8 @@ import pytest
 from monarch.errors import LinkClosed, LinkSevered, RemoteProtocolError
 from monarch.transports import registry
 from monarch.transports.framing import GOODBYE, encode
-from monarch.transports.stream import IOV_MAX, StreamLink, StreamListener, network_of
+from monarch.transports.listener import StreamListener, network_of
+from monarch.transports.stream import IOV_MAX, StreamLink
 from tests.transports.drive import SECRET, Receiver, Sender, dial_and_accept, exchange, wait_until
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from monarch.errors import AuthenticationError, NotViable
 from monarch.transports import registry
-from monarch.transports.stream import StreamListener
+from monarch.transports.listener import StreamListener
 from monarch.transports.tunnel import Tunnel
 from monarch.transports.url import parse
 from tests.transports.drive import SECRET, Receiver, dial_and_accept, exchange, plain

@@ -1,0 +1,288 @@
+"""The listener over a stream socket, which lets in only who proves the job's secret.
+
+Decides who may stay while the proof is not there, and who must go when there are too many, or no descriptors; leaves
+the proof to `auth`, and what becomes of a connection to whoever makes links of it.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import math
+import selectors
+import socket
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Protocol
+
+from attrs import define, field
+
+from monarch.errors import AuthenticationError, ProtocolError, TransportError
+from monarch.transports.auth import Handshake
+from monarch.transports.base import Link
+from monarch.transports.stream import NO_DESCRIPTOR
+
+
+class Acceptor(Protocol):
+    """What a listener needs of a listening socket."""
+
+    def fileno(self) -> int: ...
+
+    def setblocking(self, flag: bool, /) -> None: ...
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """Raises: BlockingIOError, when nobody is there."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@define(eq=False)
+class Spare:
+    """A descriptor to live on when all are used: a connection that is not accepted keeps its listener readable, and
+    who polls it spinning."""
+
+    _sock: socket.socket | None = field(factory=socket.socket)
+
+    def turn_away(self, acceptor: Acceptor) -> bool:
+        """Refuse who is next. False: another thread has taken the descriptor since."""
+        self.close()
+        with suppress(OSError):
+            acceptor.accept()[0].close()
+        with suppress(OSError):
+            self._sock = socket.socket()
+        return self._sock is not None
+
+    def close(self) -> None:
+        if self._sock is not None:
+            self._sock.close()
+            self._sock = None
+
+
+@define(eq=False, repr=False)
+class _Newcomer:
+    sock: socket.socket
+    handshake: Handshake | None  # None: it has nothing to prove
+    deadline_s: float
+    unsent: bytes
+    greeting_bytes: int
+    network: str = ""  # where it comes from
+    greeting: bytes = b""  # what it sent after the handshake
+
+    def greet(self) -> None:
+        """Say what we say first, which fits into an empty socket; TLS comes before it, where there is any."""
+        with suppress(BlockingIOError):
+            self.unsent = self.unsent[self.sock.send(self.unsent) :] if self.unsent else b""
+
+
+def network_of(address: Any) -> str:
+    """Whoever has one address of a network can have the others, too: over IPv6 there are 2^64. "" for unix sockets."""
+    if not isinstance(address, tuple):
+        return ""
+    host: str = address[0]
+    if ":" not in host:
+        return host
+    packed = socket.inet_pton(socket.AF_INET6, host.partition("%")[0])
+    return (packed[:8] if any(packed[:8]) else packed).hex()  # those without are IPv4 addresses, or loopback
+
+
+@define(eq=False, repr=False)
+class StreamListener:
+    """Accepts connections on a listening socket, which it owns, and hands out those that proved the secret.
+
+    Nothing here blocks and no thread is needed: `fileno` is a selector over the socket and all newcomers, and
+    `accept_nowait` moves every one of them on as far as its bytes allow. At most `max_newcomers` are unfinished at a
+    time; one more pushes out the oldest, because a friend needs milliseconds and the oldest is most likely a stranger
+    that says nothing: the oldest of the network that most come from, so that a flood pushes out itself.
+    """
+
+    _sock: Acceptor
+    _secret: bytes
+    url: str
+    _adopt: Callable[[socket.socket, bytes], Link | None]
+    """Makes a link of an authenticated, non-blocking socket, which it owns, and a greeting. None: not now, or never."""
+    _greeting_bytes: int = 0
+    """The dialer sends this much after the handshake, for `adopt`."""
+    _is_welcome: Callable[[socket.socket], bool] = lambda sock: True
+    _wrap: Callable[[socket.socket], socket.socket] = lambda sock: sock
+    """Puts on a new, non-blocking connection what the proof is to travel in. Raises: OSError."""
+    _on_refused: Callable[[Exception], None] = lambda error: None
+    """Hears why a newcomer was turned away."""
+    _on_close: Callable[[], None] = lambda: None
+    _connections: Callable[[], list[tuple[socket.socket, socket.socket]]] = list
+    """Makes connections of this process with itself, as many as a link has. Raises: OSError."""
+    _heir_bytes: int = 0
+    """An heir sends this much as its greeting."""
+    _clock: Callable[[], float] = time.monotonic
+    _handshake_s: float = 10.0
+    _max_newcomers: int = 128
+    selector: selectors.BaseSelector = field(factory=selectors.DefaultSelector, init=False)
+    """Whatever else `adopt` has to wait for may be registered here, with a callable that raises nothing as data."""
+    starved: OSError | None = field(default=None, init=False)
+    _newcomers: OrderedDict[int, _Newcomer] = field(factory=OrderedDict, init=False)
+    _heirs: set[_Newcomer] = field(factory=set, init=False)  # of whom nothing was heard yet
+    _spare: Spare = field(factory=Spare, init=False)
+    _is_closed: bool = field(default=False, init=False)
+    _fd: int = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._sock.setblocking(False)
+        self.selector.register(self._sock, selectors.EVENT_READ)
+        self._fd = self.selector.fileno()  # type: ignore[attr-defined]
+
+    def __repr__(self) -> str:
+        return f"<StreamListener at {self.url}>"
+
+    def fileno(self) -> int:
+        return self._fd
+
+    @property
+    def newcomer_count(self) -> int:
+        return len(self._newcomers)
+
+    def hand_down(self) -> list[int]:
+        """As `Listener.hand_down`. Our end waits for the first bytes of the heir, as long as it takes to come up."""
+        pairs = [] if self._is_closed else self._connections()
+        heirs: list[_Newcomer] = []
+        try:
+            for near, _ in pairs:
+                near.setblocking(False)
+                heir = _Newcomer(near, None, math.inf, b"", self._heir_bytes)
+                self.selector.register(near, selectors.EVENT_READ, heir)
+                heirs.append(heir)
+        except BaseException:
+            for heir in heirs:
+                self.selector.unregister(heir.sock)
+            for end in itertools.chain(*pairs):
+                end.close()
+            raise
+        self._heirs.update(heirs)
+        return [far.detach() for _, far in pairs]
+
+    def accept_nowait(self) -> list[Link]:
+        links: list[Link] = []
+        if self._is_closed:
+            return links
+        for key, _ in self.selector.select(0):
+            if key.fileobj is self._sock:
+                self._accept()
+            elif isinstance(key.data, _Newcomer):
+                if key.data.sock.fileno() >= 0:
+                    self._advance(key.data, links)
+            else:
+                link = key.data()
+                if link is not None:
+                    links.append(link)
+        now_s = self._clock()
+        while self._newcomers and (oldest := next(iter(self._newcomers.values()))).deadline_s <= now_s:
+            self._forget(oldest)
+        if links:
+            self.starved = None
+        return links
+
+    def starves(self, error: Exception) -> None:
+        """Note `error`, which ended somebody who came, if it is that no descriptor was left."""
+        if isinstance(error, OSError) and error.errno in NO_DESCRIPTOR:
+            self.starved = error
+
+    def _accept(self) -> None:
+        for _ in range(self._max_newcomers):
+            try:
+                sock, address = self._sock.accept()
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as error:
+                if error.errno in NO_DESCRIPTOR:
+                    self.starves(error)
+                    if not self._make_room():
+                        return
+                    continue
+                if error.errno in (errno.EBADF, errno.EINVAL):
+                    return
+                continue  # the connection died in the queue, see accept(2)
+            if not self._is_welcome(sock):
+                sock.close()
+                continue
+            sock.setblocking(False)
+            handshake = Handshake("acceptor", self._secret)
+            try:
+                sock = self._wrap(sock)
+                deadline_s = self._clock() + self._handshake_s
+                newcomer = _Newcomer(
+                    sock, handshake, deadline_s, handshake.greeting, self._greeting_bytes, network_of(address)
+                )
+                newcomer.greet()
+            except OSError as error:
+                self._on_refused(error)
+                sock.close()
+                continue
+            if len(self._newcomers) >= self._max_newcomers:
+                self._push_one_out()
+            self._newcomers[sock.fileno()] = newcomer
+            self.selector.register(sock, selectors.EVENT_READ, newcomer)
+
+    def _make_room(self) -> bool:
+        """No descriptor is free: give up a newcomer, else refuse the next one."""
+        if self._newcomers:
+            self._push_one_out()
+            return True
+        return self._spare.turn_away(self._sock)
+
+    def _advance(self, newcomer: _Newcomer, links: list[Link]) -> None:
+        handshake, sock = newcomer.handshake, newcomer.sock
+        try:
+            newcomer.greet()
+            if newcomer.unsent:
+                return
+            while handshake is not None and not handshake.done:
+                data = sock.recv(handshake.missing_bytes)
+                if not data:
+                    return self._forget(newcomer)
+                answer = handshake.feed(data)
+                if answer and sock.send(answer) < len(answer):
+                    return self._forget(newcomer)
+            while len(newcomer.greeting) < newcomer.greeting_bytes:
+                data = sock.recv(newcomer.greeting_bytes - len(newcomer.greeting))
+                if not data:
+                    return self._forget(newcomer)
+                newcomer.greeting += data
+        except (BlockingIOError, InterruptedError):
+            return
+        except (OSError, AuthenticationError, ProtocolError) as error:
+            self._on_refused(error)
+            return self._forget(newcomer)
+        self._forget(newcomer, close=False)
+        try:
+            link = self._adopt(sock, newcomer.greeting)
+        except (OSError, TransportError) as error:  # it is gone already, or cannot be kept
+            self.starves(error)
+            return sock.close()
+        if link is not None:
+            links.append(link)
+
+    def _push_one_out(self) -> None:
+        newcomers = self._newcomers.values()
+        ((most, _),) = Counter(each.network for each in newcomers).most_common(1)
+        self._forget(next(each for each in newcomers if each.network == most))
+
+    def _forget(self, newcomer: _Newcomer, close: bool = True) -> None:
+        self.selector.unregister(newcomer.sock)
+        if newcomer.handshake is None:
+            self._heirs.discard(newcomer)
+        else:
+            del self._newcomers[newcomer.sock.fileno()]
+        if close:
+            newcomer.sock.close()
+
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._on_close()
+        for newcomer in [*self._newcomers.values(), *self._heirs]:
+            self._forget(newcomer)
+        self._sock.close()
+        self.selector.close()
+        self._spare.close()

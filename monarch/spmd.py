@@ -118,6 +118,9 @@ async def setup_torch_elastic_env_async(
     Args:
         master_addr, master_port: where rank 0 gathers the others; without them its host and a free port there.
         use_ipaddr: whether the host is named by its address.
+
+    Raises:
+        AssertionError: only one of `master_addr` and `master_port` is given.
     """
     assert (master_addr is None) == (master_port is None), "give both of master_addr and master_port, or neither"
     actors = proc_mesh.spawn("torch_elastic_env", SPMDActor)

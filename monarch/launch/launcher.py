@@ -1,7 +1,7 @@
 """Starting, watching and ending the OS processes of this host.
 
 A `Launcher` belongs to one process, the driver, and knows nothing of actors: a child is a name, an entry point and an
-opaque payload. It sends requests to its template process, which forks the children and is their parent (`template`,
+opaque payload. It sends a `request` to its template process, which forks the children and is their parent (`template`,
 where the states and the rules of belonging are described), and has a `guardian` for a parent itself; here is only the
 driver's side: which children there are, who wants to know of their ends, and what a template's own death means to them.
 
@@ -19,7 +19,6 @@ import fcntl
 import itertools
 import json
 import os
-import resource
 import select
 import signal
 import socket
@@ -34,11 +33,12 @@ from typing import Any, Final
 from attrs import define, evolve, field
 
 from monarch.launch import linux
-from monarch.launch.bootstrap import default_bootstrap_cmd, fresh_interpreter_cmd
+from monarch.launch.bootstrap import default_bootstrap_cmd
 from monarch.launch.orphans import kill
-from monarch.launch.process import Exit, LaunchSpec, changes, must_exec
+from monarch.launch.process import Exit, LaunchSpec
+from monarch.launch.request import MOST, is_open, request_for
 from monarch.launch.template import DRIVER_FD, SETUP_FD, SOCKET_FD, START
-from monarch.launch.wire import MAX_FDS, Message, Wire, close_all, explain, memory_file
+from monarch.launch.wire import Message, Wire, close_all, explain, memory_file
 from monarch.log import get_logger
 
 __all__ = ["DEFAULT_PRELOAD", "Child", "Exit", "LaunchSpec", "Launcher"]
@@ -49,10 +49,6 @@ DEFAULT_PRELOAD: Final = ("asyncio", "attrs", "cloudpickle", "faulthandler", "pi
 
 _TEMPLATE_ENV: Final = {"OPENBLAS_NUM_THREADS": "1"}  # else importing numpy starts threads, and forks would be unsafe
 
-_LIMITS: Final = sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")})
-_SHARED_OUTPUT: Final = 2  # where among the descriptors of a request the standard output is; the error is behind it
-_OWN_OUTPUT: Final = 4
-_BATCH: Final = (MAX_FDS - _OWN_OUTPUT) // 4  # children in one request: each has its output, and inherits two
 _FIRST_FD: Final = 10  # above the numbers that descriptors get in the template
 _KILL_MARGIN_S: Final = 2.0  # what `close` adds for SIGKILL to work, and again where the template is stuck
 
@@ -169,74 +165,38 @@ class Launcher:
             children = [
                 Child(s.name, id=next(self._ids), launcher=self, on_exit=f) for s, f in zip(specs, on_exit, strict=True)
             ]
-            for at in range(0, len(specs), _BATCH):
-                self._launch_some(specs[at : at + _BATCH], children[at : at + _BATCH], preload)
+            for at in range(0, len(specs), MOST):
+                self._launch_some(specs[at : at + MOST], children[at : at + MOST], preload)
             return children
 
     def _launch_some(self, specs: Sequence[LaunchSpec], children: Sequence[Child], preload: Collection[str]) -> None:
-        own = [fd for spec in specs for fd in (*(spec.output or ()), *spec.inherits)]
         try:
-            self._send_launch(specs, children, own, preload)
+            template = self._template_with(preload, {spec.entry.partition(":")[0] for spec in specs})
+            request = request_for(specs, [child._id for child in children], template.env, template.loaded)
         except (OSError, RuntimeError) as e:
-            close_all(own)
+            close_all([fd for spec in specs for fd in (*(spec.output or ()), *spec.inherits)])
+            error = explain(e, "the launcher cannot ask for it") if isinstance(e, OSError) else str(e)
             for child in children:
-                error = explain(e, "the launcher cannot ask for it") if isinstance(e, OSError) else str(e)
                 self._end(child, Exit(None, error=error))
+            return
+        for child, command in zip(children, request.commands, strict=True):
+            child._command = command
+            template.children[child._id] = child
+        self._post(template, request.message, request.fds)
 
-    def _send_launch(
-        self,
-        specs: Sequence[LaunchSpec],
-        children: Sequence[Child],
-        own: Sequence[int],
-        preload: Collection[str],
-    ) -> None:
+    def _template_with(self, preload: Collection[str], entries: Collection[str]) -> _Template:
+        """The template, started where there is none, and told to import what it lacks of `preload`; a new one imports
+        the modules of `entries`, too."""
         if self._template is not None:
             self._drain(self._template)  # it may have ended meanwhile
         if self._template is None:
-            entries = sorted({s.entry.partition(":")[0] for s in specs})
-            self._template = self._start_template([*preload, *entries])
+            self._template = self._start_template([*preload, *sorted(entries)])
         template = self._template
         missing = [name for name in preload if name not in template.loaded]
         if missing:
             template.loaded += missing
             self._post(template, {"op": "preload", "modules": missing, "path": _absolute(sys.path)})
-        common = json.dumps(
-            {
-                "path": [str(p) for p in sys.path],
-                "argv": sys.argv,
-                "umask": linux.current_umask(),
-                "limits": [[number, *resource.getrlimit(number)] for number in _LIMITS],
-            }
-        ).encode()
-        parts, at, rows = [common], len(common), []
-        next_own = _OWN_OUTPUT
-        for spec, child in zip(specs, children, strict=True):
-            env = {**spec.env, **(spec.command.env if spec.command is not None else {})}
-            command = spec.command if spec.command is not None and not spec.command.is_default else None
-            changed = changes(env, template.env)
-            if command is None and must_exec(changed, template.loaded):
-                command = fresh_interpreter_cmd()
-            child._command = str(command) if command is not None else None
-            line = [command.program, command.arg0, command.args] if command is not None else None
-            facts = json.dumps({"name": spec.name, "entry": spec.entry, "env": changed, "command": line}).encode()
-            parts += [facts, spec.payload]
-            output = _SHARED_OUTPUT if spec.output is None else next_own
-            next_own += 2 if spec.output is not None else 0
-            inherits = [next_own, next_own + len(spec.inherits)]
-            next_own = inherits[1]
-            rows.append([child._id, command is not None, at, len(facts), len(spec.payload), output, inherits])
-            at += len(facts) + len(spec.payload)
-        fds: list[int] = []
-        try:
-            fds.append(memory_file(*parts))
-            fds.append(os.open(".", getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC))
-            fds += [_duplicate(1), _duplicate(2)]
-        except OSError:
-            close_all(fds)
-            raise
-        for child in children:
-            template.children[child._id] = child
-        self._post(template, {"op": "launch", "common": len(common), "children": rows}, [*fds, *own])
+        return template
 
     def _start_template(self, preload: Sequence[str] = ()) -> _Template:
         """Exec a template. Any thread may do so: the template watches this process, not the thread."""
@@ -264,7 +224,7 @@ class Launcher:
                 os.close(fd)
             actions: list[Any] = [(os.POSIX_SPAWN_DUP2, fd, number) for number, fd in fds.items()]
             actions += [(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_RDWR, 0) for number in (0, 1)]
-            if not _is_open(2):
+            if not is_open(2):
                 actions.append((os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_RDWR, 0))
             signals = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
             options: dict[str, Any] = {"file_actions": actions, "setsigmask": [], "setsigdef": signals}
@@ -524,18 +484,3 @@ def _absolute(path: Sequence[str]) -> list[str]:
     except FileNotFoundError:  # it was removed: nothing can be imported from there
         return [str(p) for p in path if os.path.isabs(p)]
     return [os.path.join(here, p) for p in path]
-
-
-def _is_open(fd: int) -> bool:
-    try:
-        os.fstat(fd)
-    except OSError:
-        return False
-    return True
-
-
-def _duplicate(fd: int) -> int:
-    """A copy of a standard stream's descriptor, or of /dev/null where it is closed."""
-    if not _is_open(fd):
-        return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-    return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)

@@ -1,6 +1,6 @@
 """A link over an nng pair and the plain connection beside it.
 
-Decides what travels where and how the link ends; leaves nng itself, connecting and accepting to `tcp`.
+Decides what travels where and how the link ends; leaves nng itself to `nng`, and connecting and accepting to `tcp`.
 
 ```
 nng    messages: frames joined; a frame is count (u32), sizes (u64 each), parts. A size with the top bit set says

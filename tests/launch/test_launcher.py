@@ -200,7 +200,7 @@ def test_the_exit_code_is_told(bench: Bench, code: str, status: int, text: str) 
 
 @pytest.mark.parametrize("in_one_request", [1, 2, 100])
 def test_each_process_may_have_outputs_of_its_own(bench: Bench, monkeypatch, in_one_request: int) -> None:
-    monkeypatch.setattr("monarch.launch.launcher._BATCH", in_one_request)
+    monkeypatch.setattr("monarch.launch.launcher.MOST", in_one_request)
     pipes = [(os.pipe(), os.pipe()) for _ in range(5)]
     code = "import os, sys; print(%d); os.write(2, b'%d')"
     specs = [

@@ -52,14 +52,17 @@ class Uid:
 
     @classmethod
     def anonymous(cls) -> Uid:
+        """Without a label, and unlike any other."""
         return cls("", new_number())
 
     @classmethod
     def instance(cls, label: str) -> Uid:
+        """Of that label, and unlike any other."""
         return cls(label, new_number())
 
     @classmethod
     def singleton(cls, label: str) -> Uid:
+        """Equal to every other singleton of that label."""
         return cls(label, 0)
 
     @classmethod
@@ -76,10 +79,12 @@ class Uid:
 
     @property
     def is_singleton(self) -> bool:
+        """Whether it is a label alone."""
         return self.number == 0
 
     @property
     def is_instance(self) -> bool:
+        """Whether it has a number, and so is unlike any other."""
         return self.number != 0
 
     def __str__(self) -> str:

@@ -46,6 +46,7 @@ class Port(Generic[T]):
 
     @property
     def number(self) -> int:
+        """Within its process; 0 where nobody waits for what is sent here."""
         return 0 if self._port is None else self._port.number
 
     @property

@@ -68,10 +68,12 @@ class Extent(Mapping[str, int]):
 
     @property
     def labels(self) -> list[str]:
+        """The names of the dimensions, in order."""
         return list(self._labels)
 
     @property
     def sizes(self) -> list[int]:
+        """How many members each dimension has, in order."""
         return list(self._sizes)
 
     @property
@@ -139,10 +141,12 @@ class Point(Mapping[str, int]):
 
     @property
     def rank(self) -> int:
+        """Its row-major number, last label fastest."""
         return self._rank
 
     @property
     def extent(self) -> Extent:
+        """Where it stands."""
         return self._extent
 
     def size(self, label: str) -> int:
@@ -192,10 +196,12 @@ class _Labelled:
 
     @property
     def labels(self) -> list[str]:
+        """The names of the dimensions, in order."""
         return list(self._labels)
 
     @property
     def extent(self) -> Extent:
+        """The sizes, by label."""
         if self._extent is None:
             self._extent = Extent._trusted(self._labels, self._slice._sizes)
         return self._extent
@@ -242,6 +248,7 @@ class Region(_Labelled):
         return self._slice
 
     def as_shape(self) -> Shape:
+        """The same labels and base ranks."""
         return Shape(self._labels, self._slice)
 
     def point_of_base_rank(self, rank: int) -> Point:
@@ -272,10 +279,12 @@ class Shape(_Labelled):
 
     @property
     def ndslice(self) -> Slice:
+        """The base ranks."""
         return self._slice
 
     @property
     def region(self) -> Region:
+        """The same labels and base ranks."""
         return Region._trusted(self._labels, self._slice)
 
     def ranks(self) -> list[int]:

@@ -102,18 +102,22 @@ class Slice:
 
     @property
     def offset(self) -> int:
+        """The first base rank."""
         return self._offset
 
     @property
     def sizes(self) -> list[int]:
+        """How many elements each dimension has."""
         return list(self._sizes)
 
     @property
     def strides(self) -> list[int]:
+        """How many base ranks apart neighbours in each dimension are."""
         return list(self._strides)
 
     @property
     def ndim(self) -> int:
+        """How many dimensions."""
         return len(self._sizes)
 
     def __len__(self) -> int:

@@ -13,6 +13,8 @@ from monarch.core.stacks import Frame, Owner, Stack
 
 
 class ProcessState(StrEnum):
+    """How a process answers."""
+
     UP = "up"
     STARTING = "starting"  # it has not come up yet
     STOPPING = "stopping"
@@ -72,6 +74,8 @@ class Process:
 
 @define(frozen=True)
 class Host:
+    """A host, by its name, with the processes that the program has there."""
+
     name: str
     processes: tuple[Process, ...]
 
@@ -93,6 +97,7 @@ class Snapshot:
 
     @property
     def processes(self) -> tuple[Process, ...]:
+        """Those of all hosts."""
         return tuple(process for host in self.hosts for process in host.processes)
 
     def matching(self, pattern: str) -> Snapshot:
@@ -116,6 +121,7 @@ class Snapshot:
 
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> Self:
+        """Raises: TypeError, LookupError, ValueError, where these are the facts of another version."""
         return cls(**{**facts, "hosts": tuple(map(_host, facts["hosts"]))})
 
     def __str__(self) -> str:

@@ -131,11 +131,10 @@ class ProcMesh(MeshView):
         runtime = owner.proc_runtime
         number = number or new_number()
         class_name = class_of(cls).name
-        region = Region(self._region.labels, type(self._region._slice).new_row_major(self._region._slice._sizes))
-        members = ProcMesh(self._name, tuple(self._procs), region)
+        whole = Region(self._region.labels, type(self._region._slice).new_row_major(self._region._slice._sizes))
+        members = ProcMesh(self._name, tuple(self._procs), whole)
         info = SpawnInfo(name, class_name, members, owner.actor_id, owner.record, is_setup)
         parts = [*codec.encode(info), *codec.encode_call((cls, *args), kwargs)]
-        whole = region
         books = runtime.books
         owned = OwnedActors(
             owner, books, number, name, self._procs, lambda base: describe_member(class_name, name, whole, base)

@@ -182,7 +182,7 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any], where: Place | None =
                     return dispatch(func, args, kwargs)
             refuse_wrong(func, tensors)
         if func is _DETACH:
-            return Tensor(refs[0])
+            return _handle(refs[0], tensors)
     found = _plans.get(tuple(key))
     if found is None:
         if func._schema.name in _RESHAPING and refs:
@@ -208,7 +208,8 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any], where: Place | None =
         command.append(number)
         lane.append(tuple(command), stack_of(sys._getframe(1)))
     if found.single is not None:
-        return Tensor(Ref(number, place, found.single))
+        ref = Ref(number, place, found.single)
+        return _handle(ref, tensors) if found.is_view else Tensor(ref)
     results: list[Any] = []
     for each in found.results:
         if each is None:
@@ -216,9 +217,18 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any], where: Place | None =
         elif isinstance(each, int):
             results.append(tensors[each])
         else:
-            results.append(Tensor(Ref(number, place, each)))
+            ref = Ref(number, place, each)
+            results.append(_handle(ref, tensors) if found.is_view else Tensor(ref))
             number += 1
     return pytree.tree_unflatten(results, found.spec)
+
+
+def _handle(ref: Ref, tensors: list[Any]) -> Tensor:
+    """Of a view. Also in inference mode, one of a tensor that was made outside of it is none that was made inside."""
+    if torch.is_inference_mode_enabled() and not tensors[0].is_inference():
+        with torch.inference_mode(False):
+            return Tensor(ref)
+    return Tensor(ref)
 
 
 def _survey(

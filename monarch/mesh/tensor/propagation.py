@@ -49,6 +49,7 @@ class Plan:
         new: how many of them are new tensors.
         spec: how results are arranged.
         mutates: indices of the tensor arguments that are written to.
+        is_view: whether results share memory with the first of them.
     """
 
     function: Any
@@ -59,6 +60,7 @@ class Plan:
     new: int
     spec: Any
     mutates: tuple[int, ...]
+    is_view: bool
 
 
 def plan(number: int, func: Any, args: Any, kwargs: dict[str, Any], metas: Sequence[Meta], extras: int) -> Plan:
@@ -123,6 +125,7 @@ def plan(number: int, func: Any, args: Any, kwargs: dict[str, Any], metas: Seque
         kinds.count(NEW),
         spec,
         mutates,
+        any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns),
     )
 
 

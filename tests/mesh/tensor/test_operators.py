@@ -237,6 +237,22 @@ def test_dropout_and_random_numbers_differ_only_by_state(procs):
     assert torch.equal(found[2], torch.randint(9, (3,)))
 
 
+def test_inference_mode_has_views_of_what_was_made_before(procs):
+    def infer(outside: Any) -> list[Any]:
+        with torch.inference_mode():
+            inside = torch.ones(2, 2)
+            made = [outside.t(), outside.detach(), *outside.split(1), inside.t(), outside + inside]
+            outside[0].add_(1)
+        return made
+
+    with procs.activate():
+        made = infer(torch.zeros(2, 2))
+        found = inspect(made)
+    plain = infer(torch.zeros(2, 2))
+    assert [each.is_inference() for each in made] == [each.is_inference() for each in plain]
+    assert all(same(*pair) for pair in zip(found, plain, strict=True))
+
+
 def test_custom_operators_work_where_they_are_registered(procs):
     @torch.library.custom_op("monarch_tests::twice", mutates_args=())
     def twice(x: torch.Tensor) -> torch.Tensor:

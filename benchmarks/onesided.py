@@ -13,11 +13,9 @@ What is compared is measured in turns, so that both meet the same load.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import mmap
 import multiprocessing
-import os
 import re
 import select
 import shutil
@@ -30,10 +28,10 @@ from typing import Any, Final
 
 from attrs import define
 
+from benchmarks import beside
+from benchmarks.beside import Row
 from benchmarks.clock import median, now_s, timed
 from benchmarks.figures import GIB, MIB, in_words
-from benchmarks.load import Watch
-from benchmarks.report import in_units
 from monarch.actor import Actor, Channel, endpoint, this_host
 from monarch.config import configure
 from monarch.errors import LinkClosed, LinkSevered
@@ -50,22 +48,6 @@ _LIMIT_S: Final = 300
 _FRAME: Final = b"x" * 64
 _SECRET: Final = b"benchmark secret"
 _TOOL: Final = "ibv_rc_pingpong"
-
-
-@define(frozen=True)
-class Row:
-    """Seconds that something takes, and what stands beside it; the size of what is moved, where anything is."""
-
-    title: str
-    took_s: float
-    beside: str
-    beside_s: float
-    size_bytes: int = 0
-
-    @property
-    def ratio(self) -> float:
-        """Of the rates, where something is moved; else of the times."""
-        return self.beside_s / self.took_s if self.size_bytes else self.took_s / self.beside_s
 
 
 def pages(size_bytes: int, fill: int) -> mmap.mmap:
@@ -347,33 +329,8 @@ def why_not(group: str) -> str:
     return ""
 
 
-def line(row: Row) -> str:
-    def shown(seconds: float) -> str:
-        return f"{row.size_bytes / seconds / 1e9:.2f} GB/s" if row.size_bytes else in_units(seconds, "s")
-
-    return f"| {row.title} | {shown(row.took_s)} | {row.beside} | {shown(row.beside_s)} | {row.ratio:.2f} |"
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.onesided", description=__doc__.split("\n")[0])
-    parser.add_argument("groups", nargs="*", metavar="GROUP", help=f"of {', '.join(GROUPS)} (all that work here)")
-    wanted = parser.parse_args().groups
-    if unknown := set(wanted).difference(GROUPS):
-        parser.error(f"unknown group {', '.join(sorted(unknown))}: there are {', '.join(GROUPS)}")
-    watch = Watch()
-    print("| what | takes | beside | takes | ratio |\n|---|---:|---|---:|---:|", flush=True)
-    left_out = []
-    for group in wanted or GROUPS:
-        if reason := why_not(group):
-            left_out.append(f"{group} is left out: {reason}")
-            continue
-        for row in GROUPS[group]():
-            print(line(row), flush=True)
-    load = watch.stop()
-    print(
-        f"\nMedians, in turns; {os.cpu_count()} CPUs; others used {load.others:.0%} of them, load {load.average:.1f}."
-    )
-    print("\n".join(left_out))
+    beside.main("onesided", __doc__, GROUPS, why_not)
 
 
 if __name__ == "__main__":

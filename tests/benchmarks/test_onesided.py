@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import onesided
+from benchmarks.beside import Row, line
 from benchmarks.figures import MIB
-from benchmarks.onesided import Row, line
 from monarch.testing import fresh_client
 
 

@@ -36,7 +36,7 @@ from attrs import define, field
 from monarch.core.address import host_identity
 from monarch.errors import BufferDropped
 from monarch.log import get_logger
-from monarch.onesided.local import Local
+from monarch.onesided.local import Allocation, Local
 
 log = get_logger("monarch.rdma")
 
@@ -136,9 +136,9 @@ class Exports:
             address = map_shared(self.fd, length, offset)
             bisect.insort(self._addresses, address)
             self._allocated[address] = (length, offset)
-        array = (ctypes.c_char * size_bytes).from_address(address)
-        weakref.finalize(array, self._free, address).atexit = False
-        return memoryview(array).cast("B")
+        allocation = Allocation.from_address(address)
+        weakref.finalize(allocation, self._free, address).atexit = False
+        return memoryview(allocation).cast("B")[:size_bytes]
 
     def _free(self, address: int) -> None:
         with self._changed:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import sys
-import weakref
 from typing import Any
 
 from attrs import define
+
+from monarch.transports.memory import Memory
 
 
 class _PyBuffer(ctypes.Structure):
@@ -35,7 +36,8 @@ class Local:
     Attributes:
         keeper: an object that keeps the memory where it is; hold this `Local` for as long as a transfer uses it.
         device: "cpu", or the CUDA device, for which `address` is one of that device.
-        anchor: an object that lives as long as the memory does, and can be weakly referenced; None if there is none.
+        anchor: an object that can be weakly referenced, and until whose end the memory stays where it is; None if there
+            is none. An mmap can be closed before it ends, an array can grow, a tensor be resized.
     """
 
     address: int
@@ -85,7 +87,13 @@ def _of_tensor(torch: Any, tensor: Any) -> Local:
         raise ValueError(f"the tensor of shape {tuple(tensor.shape)} is empty: there is nothing to transfer")
     if tensor.device.type not in ("cpu", "cuda"):
         raise ValueError(f"a tensor on device {tensor.device} has no memory that others can read; use cpu or cuda")
-    return Local(tensor.data_ptr(), size, True, tensor.detach(), str(tensor.device), tensor.untyped_storage())
+    storage = tensor.untyped_storage()
+    anchor = None if storage.resizable() else storage
+    return Local(tensor.data_ptr(), size, True, tensor.detach(), str(tensor.device), anchor)
+
+
+class Allocation(Memory):  # type: ignore[misc, valid-type]
+    """Memory of `monarch.rdma.empty`, until the last view of it is gone."""
 
 
 def _anchor(view: memoryview) -> Any:
@@ -98,11 +106,11 @@ def _anchor(view: memoryview) -> Any:
             owner = owner.base
         else:
             break
-    try:
-        weakref.ref(owner)
-    except TypeError:
-        return None
-    return owner
+    numpy = sys.modules.get("numpy")
+    if isinstance(owner, Allocation):
+        return owner
+    # One of numpy that has its memory is not resized while it is weakly referenced.
+    return owner if numpy is not None and isinstance(owner, numpy.ndarray) and owner.flags.owndata else None
 
 
 def _address(view: memoryview) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import os
 import zlib
 from typing import Any
@@ -128,6 +130,51 @@ class User(Actor):
     @endpoint
     def drop(self, buffer: RDMABuffer) -> None:
         buffer.drop().get(10)
+
+    @endpoint
+    def read_into_maps(self, buffers: list[RDMABuffer]) -> list[bytes]:
+        """Read each into a mapping that is closed then, while its object lives on: the next gets its place."""
+        maps, found = [], []
+        for buffer in buffers:
+            maps.append(mmap.mmap(-1, buffer.size()))
+            buffer.read_into(maps[-1]).get()
+            found.append(maps[-1][:])
+            maps[-1].close()
+        return found
+
+    @endpoint
+    def read_and_grow(self, buffer: RDMABuffer, times: int) -> int:
+        """Memory that somebody else holds refuses to be resized."""
+        grown = 0
+        for _ in range(times):
+            mine = bytearray(buffer.size())
+            buffer.read_into(mine).get()
+            mine.extend(b"more")
+            grown += 1
+        return grown
+
+    @endpoint
+    def read_past(self, stuck: RDMABuffer, times: int, buffer: RDMABuffer) -> bytes:
+        """Read a buffer while transfers with another owner have begun."""
+        self.begun = [stuck.read_into(bytearray(stuck.size())) for _ in range(times)]
+        mine = bytearray(buffer.size())
+        buffer.read_into(mine).get()
+        return bytes(mine)
+
+    @endpoint
+    def await_begun(self) -> int:
+        for each in self.begun:
+            each.get()
+        return len(self.begun)
+
+    @endpoint
+    def files_of_others(self) -> int:
+        """How many files of exports are open here, the own included."""
+        found = 0
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                found += os.readlink(f"/proc/self/fd/{name}").startswith("/memfd:monarch-exports")
+        return found
 
     @endpoint
     def backend(self, buffer: RDMABuffer) -> tuple[Any, str]:

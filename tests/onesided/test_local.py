@@ -5,9 +5,11 @@ from __future__ import annotations
 import array
 import ctypes
 import mmap
+import weakref
 
 import pytest
 
+from monarch.onesided.exports import Exports
 from monarch.onesided.local import copy, local, view_of
 
 
@@ -39,6 +41,30 @@ def test_memory_is_kept_where_it_is():
         data.extend(b"more")
     del found
     data.extend(b"more")
+
+
+def test_only_memory_that_stays_where_it_is_until_the_end_of_an_object_has_an_anchor():
+    numpy = pytest.importorskip("numpy")
+    view, array_ = Exports().allocate(8), numpy.zeros(8)
+
+    assert local(view).anchor is local(numpy.frombuffer(view)).anchor is view.obj
+    assert local(array_).anchor is local(array_[3:]).anchor is array_
+    anchor = weakref.ref(array_)
+    with pytest.raises(ValueError, match="cannot resize"):
+        array_.resize(100, refcheck=False)
+    assert anchor() is array_
+    for other in (mmap.mmap(-1, 8), array.array("b", b"12345678"), bytearray(8), numpy.frombuffer(mmap.mmap(-1, 8))):
+        assert local(other).anchor is None
+
+
+@pytest.mark.torch
+def test_a_tensor_that_may_be_resized_has_no_anchor():
+    import torch
+
+    fixed = torch.frombuffer(Exports().allocate(8), dtype=torch.uint8)
+
+    assert local(fixed).anchor is fixed.untyped_storage()
+    assert local(torch.zeros(8)).anchor is None
 
 
 @pytest.mark.parametrize("data", [b"", bytearray(), memoryview(b"")])

@@ -7,6 +7,7 @@ they are dropped, or the actor ends.
 from __future__ import annotations
 
 import sys
+import time
 import warnings
 from typing import Any, Final, Self
 
@@ -25,6 +26,7 @@ from monarch.onesided.transfers import Atomic, Move, Read, Transfers, Write, pre
 from monarch.onesided.words import MASK
 
 DEFAULT_TIMEOUT_S: Final = 60
+_ASK_LIMIT_S: Final = 10
 
 
 class RDMAReadTransferWarning(UserWarning):
@@ -129,8 +131,9 @@ class RDMABuffer:
         Raises:
             NotViable: the path that `rdma_path` asks for does not lead there.
             SupervisionError: the owner's process is gone.
+            TimeoutError: it does not answer.
         """
-        path = _transfers().path_to(self._remote)
+        path = _transfers().path_to(self._remote, time.monotonic() + _ASK_LIMIT_S)
         return Backend(path.name, path.reason)
 
     def slice(self, offset: int, size_bytes: int) -> RDMABuffer:
@@ -162,7 +165,8 @@ class RDMABuffer:
         return RDMAAction().write_remote(self, src).submit(timeout=timeout)
 
     def drop(self) -> Future[None]:
-        """Give the memory back to its owner, once running transfers are through. Later use fails with BufferDropped.
+        """Give the memory back to its owner. Transfers over shared memory that run end first; others that run, and all
+        later ones, fail with BufferDropped.
 
         Anybody may drop, and more than once.
 
@@ -352,7 +356,8 @@ def _users_frame() -> int:
 
 
 def get_rdma_backend() -> Backend:
-    """The path between processes of this host: "ibverbs", "shm", "tcp", or "none" where there is no path."""
+    """The path between processes of this host for memory of any kind: "ibverbs", "shm", "tcp", or "none" where there is
+    no path."""
     return Backend(*preferred())
 
 

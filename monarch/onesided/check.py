@@ -140,7 +140,7 @@ def _shared_memory() -> str:
         neighbour = Neighbour(Place(host, int(pid), int(fd), bytes.fromhex(token), int(table)))
         mapped = "memory of monarch.rdma.empty is mapped"
         if neighbour.no_copying:
-            return f"{mapped}; other memory goes over the link: {neighbour.no_copying}"
+            return f"{mapped}; other memory cannot be copied: {neighbour.no_copying}"
         found = ctypes.create_string_buffer(16)
         neighbour.read(ctypes.addressof(found), int(table), 16)
         return f"{mapped}; the kernel copies other memory (process_vm_readv)"

@@ -20,7 +20,7 @@ from monarch.errors import BufferDropped, SupervisionError, TransferError
 from monarch.onesided import words
 from monarch.onesided.exports import Export, exports
 from monarch.onesided.local import Local, on_host, snapshot, to_device, view_of
-from monarch.onesided.path import Remote, left_of
+from monarch.onesided.path import Remote, late, left_of
 from monarch.onesided.ranges import pieces
 
 _CHUNK_BYTES: Final = 1 << 20
@@ -52,6 +52,8 @@ class Chunks:
             if gone.down.kind == "failed":
                 raise TransferError(f"{remote} could not be used: {gone.down.reason}") from None
             raise owner_gone(remote, gone.down) from None
+        except TimeoutError:
+            raise late(remote) from None
         if kind == "dropped":
             raise BufferDropped(f"{remote} cannot be used: {rest[0]}")
         return tuple(rest)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
@@ -34,7 +33,6 @@ from monarch.verbs.registrations import register, register_cuda
 
 log = get_logger("monarch.rdma")
 
-_CONNECT_LIMIT_S: Final = 10.0
 _PASSIVE_DEPTH: Final = 16
 
 
@@ -53,8 +51,8 @@ class Verbs:
     name: Final = "ibverbs"
     helped: Final = True
 
-    def __init__(self, chunks: Chunks, node: Node, remote: Remote, reason: str) -> None:
-        """Raises: NotReachable, when the owner has no device, or it cannot be reached from this one."""
+    def __init__(self, chunks: Chunks, node: Node, remote: Remote, reason: str, deadline_s: float) -> None:
+        """Raises: NotReachable, when the owner has no device, or it cannot be reached from this one; TimeoutError."""
         self._chunks, self._node = chunks, node
         self._epochs = itertools.count(1)
         self._keys: dict[int, int] = {}  # by number of a buffer: its rkey
@@ -63,12 +61,15 @@ class Verbs:
         self._down: Down | None = None
         self.reason = "; ".join(filter(None, [reason, f"{node.choice.port} by {node.binding}"]))
         owner = remote.owner.proc
-        chunks.runtime.monitors.watch((owner.key, 0), self._on_owner_gone)
+        unwatch = chunks.runtime.monitors.watch((owner.key, 0), self._on_owner_gone)
         try:
-            with self._connected(remote, time.monotonic() + _CONNECT_LIMIT_S):
+            with self._connected(remote, deadline_s):
                 pass
-        except (TransferError, TimeoutError, OSError) as error:
-            raise NotReachable(str(error)) from error
+        except BaseException as error:
+            unwatch()
+            if isinstance(error, TransferError):
+                raise NotReachable(str(error)) from error
+            raise
 
     def _on_owner_gone(self, down: Down) -> None:
         self._down = down
@@ -99,16 +100,19 @@ class Verbs:
             self._lock.release()
 
     def _connect(self, remote: Remote, deadline_s: float) -> Mover:
-        mover = Mover(self._node, settings.get("rdma_cq_busy_poll_window"))
+        try:
+            mover = Mover(self._node, settings.get("rdma_cq_busy_poll_window"))
+        except OSError as error:
+            raise TransferError(f"the device gives no queue pair: {error}") from error
         try:
             asked = self._chunks.ask(remote, "verbs.connect", next(self._epochs), _plain(mover.wire.mine))
-            answer = self._chunks.answer(remote, asked, deadline_s)
-            if answer[0] is None:
-                raise TransferError(f"the owner cannot: {answer[1]}")
-            mover.wire.connect(Peer(*answer[0]))
-        except OSError as error:
-            mover.close()
-            raise TransferError(f"no connection between the devices: {error}") from error
+            peer, trouble = self._chunks.answer(remote, asked, deadline_s)
+            if peer is None:
+                raise TransferError(f"the owner cannot: {trouble}")
+            try:
+                mover.wire.connect(Peer(*peer))
+            except OSError as error:
+                raise TransferError(f"no connection between the devices: {error}") from error
         except BaseException:
             mover.close()
             raise
@@ -125,14 +129,14 @@ class Verbs:
             self._keys[remote.number] = key
         return int(key)
 
-    def check(self, remote: Remote) -> None:
-        """Raises: NotReachable, when the device of the owner cannot use the buffer."""
+    def check(self, remote: Remote, deadline_s: float) -> None:
+        """Raises: NotReachable, when the device of the owner cannot use the buffer; TimeoutError."""
         try:
-            with self._using(remote, time.monotonic() + _CONNECT_LIMIT_S):
+            with self._using(remote, deadline_s):
                 pass
         except BufferDropped:
             raise
-        except (TransferError, TimeoutError) as error:
+        except TransferError as error:
             raise NotReachable(str(error)) from error
 
     def read(self, remote: Remote, target: Local, deadline_s: float) -> None:

@@ -93,5 +93,9 @@ def left_of(deadline_s: float, what: object) -> float:
     """Seconds left. Raises: TimeoutError."""
     left_s = deadline_s - time.monotonic()
     if left_s <= 0:
-        raise TimeoutError(f"the transfer from or to {what} did not end in time; its bytes are undefined")
+        raise late(what)
     return left_s
+
+
+def late(what: object) -> TimeoutError:
+    return TimeoutError(f"the transfer from or to {what} did not end in time; its bytes are undefined")

@@ -2,6 +2,8 @@
 
 Which path: between processes of one host shared memory, else ibverbs where both sides have a device, else chunks over
 the link. The setting `rdma_path` forces one. Small transfers that need nobody's help are done in the calling thread.
+
+An owner that does not answer holds up the transfers with it, until their time is over, and no others.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import queue
 import sys
 import threading
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final, Protocol
@@ -23,33 +26,38 @@ from monarch.core.monitor import Down
 from monarch.core.proc import Proc
 from monarch.errors import NotViable
 from monarch.log import get_logger
-from monarch.onesided import chunks
+from monarch.onesided import chunks, ibverbs
 from monarch.onesided.chunks import Chunks, owner_gone
 from monarch.onesided.exports import Export, exports
 from monarch.onesided.here import Here
 from monarch.onesided.ibverbs import Passive, Verbs
 from monarch.onesided.local import Local, local, on_host, to_device, view_of
-from monarch.onesided.neighbour import Neighbour, NeighbourGone
-from monarch.onesided.path import NotReachable, Path, Remote
+from monarch.onesided.neighbour import Neighbour, NeighbourGone, no_copying_here
+from monarch.onesided.path import NotReachable, Path, Remote, late, left_of
 from monarch.onesided.shared import Shared
 from monarch.verbs.node import node
 
 log = get_logger("monarch.rdma")
 
-_WORKERS: Final = 16
+_AT_A_TIME: Final = 8  # with one owner
+_IDLE: Final = 16  # threads that are kept
 _AT_ONCE_BYTES: Final = 256 << 10  # a hop to a worker and back costs as much as copying some 100 KiB
 
 
 def preferred() -> tuple[str, str]:
-    """The path between processes of this host, and the reason; "none" where there is no path."""
+    """The path between processes of this host for memory of any kind, and the reason; "none" where there is no path."""
     wanted = settings.get("rdma_path")
     if wanted != "auto":
         return wanted, "rdma_path asks for it"
-    if exports().place.host:
+    refused = no_copying_here() if exports().place.host else "there are no shared files"
+    if not refused:
         return "shm", "the kernel copies between processes of this host"
+    reason = f"the kernel does not copy between processes of this host ({refused})"
+    if ibverbs.why_not() is None:
+        return "ibverbs", reason
     if settings.get("rdma_allow_tcp_fallback"):
-        return "tcp", "the kernel does not copy between processes of this host"
-    return "none", "the kernel does not copy between processes of this host, and rdma_allow_tcp_fallback is off"
+        return "tcp", reason
+    return "none", f"{reason}, and rdma_allow_tcp_fallback is off"
 
 
 class Move(Protocol):
@@ -132,8 +140,8 @@ class Transfers:
     def __init__(self, runtime: Proc) -> None:
         self.runtime = runtime
         self._paths: dict[_Key, Path] = {}
-        self._neighbours: dict[int, Neighbour | NotReachable] = {}  # by key of the process
-        self._choosing = threading.Lock()
+        self._neighbours: dict[int, Neighbour | str] = {}  # by key of the process; or why it cannot be reached
+        self._choosing: dict[int, threading.Lock] = {}  # by key of the process
         self._lock = threading.Lock()
         self._workers = _Workers()
         self._shared_by: dict[int, set[int]] = {}  # by number of an actor: its buffers
@@ -158,22 +166,35 @@ class Transfers:
 
     # ---- which way
 
-    def path_to(self, remote: Remote) -> Path:
-        """Raises: NotViable, when the path that was asked for does not lead there; SupervisionError: it is gone."""
+    def path_to(self, remote: Remote, deadline_s: float) -> Path:
+        """Asks the owner at most once.
+
+        Raises:
+            NotViable: the path that was asked for does not lead there.
+            SupervisionError: the owner's process is gone.
+            TimeoutError: it does not answer.
+        """
         key = _key(remote)
         path = self._paths.get(key)
-        if path is None:
-            with self._choosing:  # two connections to one process would replace each other
-                path = self._paths.get(key)
-                if path is None:
-                    path = self._paths[key] = self._choose(remote, settings.get("rdma_path"))
-                    log.info("rdma.path", owner=str(remote.owner), path=path.name, reason=path.reason)
-        return path
+        if path is not None:
+            return path
+        with self._lock:
+            choosing = self._choosing.setdefault(remote.owner.proc.key, threading.Lock())
+        if not choosing.acquire(timeout=left_of(deadline_s, remote)):  # two connections would replace each other
+            raise late(remote)
+        try:
+            path = self._paths.get(key)
+            if path is None:
+                path = self._paths[key] = self._choose(remote, settings.get("rdma_path"), deadline_s)
+                log.info("rdma.path", owner=str(remote.owner), path=path.name, reason=path.reason)
+            return path
+        finally:
+            choosing.release()
 
-    def _choose(self, remote: Remote, wanted: str) -> Path:
+    def _choose(self, remote: Remote, wanted: str, deadline_s: float) -> Path:
         if remote.owner.proc.key == self.runtime.key and remote.device == "cpu":
             return Here(preferred()[0], exports())
-        ways: dict[str, Callable[[Remote, str], Path]] = {
+        ways: dict[str, Callable[[Remote, str, float], Path]] = {
             "shm": self._shared,
             "ibverbs": self._verbs,
             "tcp": self._chunks,
@@ -182,13 +203,13 @@ class Transfers:
         for name in ways if wanted == "auto" else [wanted]:
             because = f"{name} is what rdma_path asks for" if wanted != "auto" else "; ".join(tried)
             try:
-                return ways[name](remote, because)
+                return ways[name](remote, because, deadline_s)
             except NotReachable as error:
                 tried.append(f"{name} cannot be used: {error}")
         asked = f"rdma_path asks for {wanted}" if wanted != "auto" else "no path"
         raise NotViable(f"{remote} cannot be reached: {asked}: {'; '.join(tried)}")
 
-    def _shared(self, remote: Remote, because: str) -> Path:
+    def _shared(self, remote: Remote, because: str, deadline_s: float) -> Path:
         if remote.device != "cpu":
             raise NotReachable(f"the buffer is on {remote.device}")
         if not remote.place.host or remote.place.host != host_identity():
@@ -204,21 +225,21 @@ class Transfers:
             found = self._neighbours.get(remote.owner.proc.key)
             if found is None:
                 for key, other in list(self._neighbours.items()):
-                    if isinstance(other, Neighbour) and not other.is_alive():
-                        del self._neighbours[key]
+                    if isinstance(other, Neighbour) and not other.is_alive():  # nobody tells where nobody watches
+                        self._forget(key)
                 try:
                     found = Neighbour(remote.place)
                 except NotReachable as error:
-                    found = error
+                    found = str(error)
                 except NeighbourGone as gone:
                     down = self.runtime.monitors.gone((remote.owner.proc.key, 0))
                     raise owner_gone(remote, down or gone) from None
                 self._neighbours[remote.owner.proc.key] = found
-        if isinstance(found, NotReachable):
-            raise found
+        if isinstance(found, str):
+            raise NotReachable(found)
         return found
 
-    def _verbs(self, remote: Remote, because: str) -> Path:
+    def _verbs(self, remote: Remote, because: str, deadline_s: float) -> Path:
         try:
             device = node()
         except NotViable as error:
@@ -227,18 +248,19 @@ class Transfers:
             if owner == remote.owner.proc.key and isinstance(path, Verbs):
                 break
         else:
-            path = Verbs(Chunks(self.runtime, ""), device, remote, because)
+            path = Verbs(Chunks(self.runtime, ""), device, remote, because, deadline_s)
         if remote.device != "cpu":
-            path.check(remote)
+            path.check(remote, deadline_s)
         return path
 
-    def _chunks(self, remote: Remote, because: str) -> Path:
+    def _chunks(self, remote: Remote, because: str, deadline_s: float) -> Path:
         if settings.get("rdma_path") != "tcp" and not settings.get("rdma_allow_tcp_fallback"):
             raise NotReachable("rdma_allow_tcp_fallback is off")
         return Chunks(self.runtime, because)
 
-    def _forget(self, key: int, down: Down) -> None:
+    def _forget(self, key: int, down: Down | None = None) -> None:
         self._neighbours.pop(key, None)
+        self._choosing.pop(key, None)
         for each in [each for each in list(self._paths) if each[0] == key]:
             self._paths.pop(each, None)
 
@@ -252,10 +274,10 @@ class Transfers:
         deadline_s = time.monotonic() + timeout_s
         batch = _Batch(len(moves), Future._pending(None, lambda: what))
         for move in moves:
-            job = partial(batch.run, partial(self._carry_out, move, deadline_s))
+            job = _Job(move.remote.owner.proc.key, partial(self._carry_out, move, deadline_s), batch.ended)
             path = self._known_path(move.remote)
             if path is not None and not path.helped and move.size_bytes <= _AT_ONCE_BYTES:
-                job()
+                job.run()
             else:
                 self._workers.put(job)
         return batch.future
@@ -264,7 +286,7 @@ class Transfers:
         return self._paths.get(_key(remote))
 
     def _carry_out(self, move: Move, deadline_s: float) -> None:
-        move.carry_out(self.path_to(move.remote), deadline_s)
+        move.carry_out(self.path_to(move.remote, deadline_s), deadline_s)
 
 
 @define(eq=False)
@@ -276,12 +298,8 @@ class _Batch:
     error: BaseException | None = None
     lock: threading.Lock = field(factory=threading.Lock)
 
-    def run(self, job: Callable[[], None]) -> None:
-        error: BaseException | None = None
-        try:
-            job()
-        except BaseException as raised:
-            error = raised
+    def ended(self, error: BaseException | None) -> None:
+        """One of them, with or without an error."""
         with self.lock:
             self.error = self.error or error
             self.left -= 1
@@ -292,28 +310,65 @@ class _Batch:
             self.future._complete(lambda: None)
 
 
+@define(eq=False)
+class _Job:
+    """Something to do with the memory of `owner`, and who hears of its end; by then the user's own is let go of."""
+
+    owner: int
+    action: Callable[[], None] | None
+    ended: Callable[[BaseException | None], None]
+
+    def run(self) -> None:
+        error: BaseException | None = None
+        try:
+            assert self.action is not None
+            self.action()
+        except BaseException as raised:
+            error = raised
+        self.action = None
+        self.ended(error)
+
+
 @define
 class _Workers:
-    """Threads that end with the program, whatever they wait for."""
+    """Threads that end with the program, whatever they wait for. `_AT_A_TIME` of them at most serve one owner."""
 
-    _jobs: queue.SimpleQueue[Callable[[], None]] = field(factory=queue.SimpleQueue)
+    _jobs: queue.SimpleQueue[_Job] = field(factory=queue.SimpleQueue)
     _lock: threading.Lock = field(factory=threading.Lock)
-    _count: int = 0
     _idle: int = 0
+    _serving: defaultdict[int, int] = field(factory=lambda: defaultdict(int))  # by owner: how many threads
+    _waiting: defaultdict[int, deque[_Job]] = field(factory=lambda: defaultdict(deque))  # by owner
 
-    def put(self, job: Callable[[], None]) -> None:
+    def put(self, job: _Job) -> None:
         with self._lock:
+            if self._serving[job.owner] == _AT_A_TIME:
+                self._waiting[job.owner].append(job)
+                return
+            self._serving[job.owner] += 1
             self._jobs.put(job)
-            if self._idle < self._jobs.qsize() and self._count < _WORKERS:
-                self._count += 1
+            if self._idle:
+                self._idle -= 1
+            else:
                 threading.Thread(target=self._run, name="monarch-rdma", daemon=True).start()
 
     def _run(self) -> None:
-        while True:
-            with self._lock:
-                self._idle += 1
-            job = self._jobs.get()
-            with self._lock:
-                self._idle -= 1
-            job()
-            del job  # it holds memory of the user's
+        job: _Job | None = self._jobs.get()
+        while job is not None:
+            owner = job.owner
+            job.run()
+            del job
+            job = self._next(owner)
+
+    def _next(self, owner: int) -> _Job | None:
+        """For a thread that has served `owner`. None: there are others."""
+        with self._lock:
+            if waiting := self._waiting.get(owner):
+                return waiting.popleft()
+            self._waiting.pop(owner, None)
+            self._serving[owner] -= 1
+            if not self._serving[owner]:
+                del self._serving[owner]
+            if self._idle == _IDLE:
+                return None
+            self._idle += 1
+        return self._jobs.get()

@@ -38,14 +38,18 @@ class Mover:
 
     def __init__(self, node: Node, busy_poll_s: float = 0.0) -> None:
         """Raises: OSError, TransferError."""
-        self.wire = node.wire(2 * IN_FLIGHT)
         self.broken = ""
-        self._queue_pair = self.wire.queue_pair
         self._busy_poll_s = busy_poll_s
         self._bounce = bytearray(BOUNCE_BYTES)
         self._bounce_view = memoryview(self._bounce)
         self.bounce = ctypes.addressof(ctypes.c_char.from_buffer(self._bounce))
         self.bounce_region: Region = register(node.device, self.bounce, BOUNCE_BYTES)
+        try:
+            self.wire = node.wire(2 * IN_FLIGHT)
+        except BaseException:
+            self.bounce_region.close()
+            raise
+        self._queue_pair = self.wire.queue_pair
         self._wake = Wake()
         self._poll = select.poll()
         self._poll.register(self._queue_pair.fileno(), select.POLLIN)

@@ -111,7 +111,7 @@ def _choose(target: str) -> devices.Choice:
         time.sleep(0.05)
 
 
-_nodes: dict[tuple[str, str], Node | NotViable] = {}
+_nodes: dict[tuple[str, str], Node | str] = {}  # or why there is none: an error would keep the frames that it came from
 _lock = threading.Lock()
 
 
@@ -141,10 +141,10 @@ def node() -> Node:
             try:
                 found = Node(*preferred)
             except NotViable as error:
-                found = error
+                found = str(error)
             _nodes[preferred] = found
-    if isinstance(found, NotViable):
-        raise NotViable(str(found))
+    if isinstance(found, str):
+        raise NotViable(found)
     return found
 
 

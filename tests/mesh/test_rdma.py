@@ -134,6 +134,16 @@ def test_the_path_has_a_name_and_a_reason(pair):
     assert get_rdma_backend() == pair.path
 
 
+def test_memory_that_takes_the_place_of_other_memory_is_told_from_it(pair):
+    buffers = [pair.offer(MIB, seed) for seed in range(3)]
+
+    assert pair.user.read_into_maps.call_one(buffers).get(WAIT_S) == [pattern(seed, MIB) for seed in range(3)]
+
+
+def test_memory_belongs_to_its_user_again_when_the_transfer_is_over(pair):
+    assert pair.user.read_and_grow.call_one(pair.offer(MIB), 50).get(WAIT_S) == 50
+
+
 # What is refused
 
 
@@ -254,6 +264,49 @@ def test_the_death_of_the_owner_is_told_soon(pair, seen_before):
     pair.client.expect_fault("Killed")
 
 
+@pytest.fixture
+def stopped(pair: Pair) -> Iterator[RDMABuffer]:
+    """A buffer whose owner has been stopped by SIGSTOP. For the test."""
+    owner = this_host().spawn_procs({"gpus": 1}).spawn("stopped", Holder)
+    buffer = owner.offer.call_one(MIB, 1, pair.kind).get(WAIT_S)
+    pid = owner.pid.call_one().get(WAIT_S)
+    os.kill(pid, signal.SIGSTOP)
+    yield buffer
+    os.kill(pid, signal.SIGCONT)
+
+
+def test_a_transfer_that_waits_for_its_owner_ends_with_its_time(pair, stopped):
+    read = pair.user.read.call_one(stopped, timeout=0.3)
+    if pair.path == "shm":  # needs nobody
+        assert read.get(WAIT_S) == pattern(1, MIB)
+        return
+    with pytest.raises(ActorError, match=r"TimeoutError: the transfer from or to the buffer of \d+ bytes of .*stopped"):
+        read.get(WAIT_S)
+
+
+def test_an_owner_that_does_not_answer_holds_up_no_other(pair, stopped):
+    buffer = pair.offer(MIB, 2)
+
+    assert pair.user.read_past.call_one(stopped, 40, buffer).get(WAIT_S) == pattern(2, MIB)
+    os.kill(os_pid(stopped), signal.SIGCONT)
+    assert pair.user.await_begun.call_one().get(WAIT_S) == 40
+
+
+def os_pid(buffer: RDMABuffer) -> int:
+    return buffer._remote.place.pid
+
+
+def test_nothing_is_kept_of_owners_that_are_gone(pair):
+    before = pair.user.files_of_others.call_one().get(WAIT_S)
+    for seed in range(4):
+        procs = this_host().spawn_procs({"gpus": 1})
+        buffer = procs.spawn("passing", Holder).offer.call_one(MIB, seed, pair.kind).get(WAIT_S)
+        assert pair.user.read.call_one(buffer).get(WAIT_S) == pattern(seed, MIB)
+        procs.stop().get(WAIT_S)
+
+    assert pair.user.files_of_others.call_one().get(WAIT_S) <= before + 1  # the last, until there is another
+
+
 # Memory from `empty`
 
 
@@ -320,6 +373,17 @@ def test_without_any_path_a_buffer_is_an_error(here, monkeypatch):
         pytest.raises(RuntimeError, match="rdma_allow_tcp_fallback is off"),
     ):
         RDMABuffer(bytearray(10))
+
+
+@pytest.mark.parametrize(("device", "expected"), [(None, "ibverbs"), ("no device in this test", "tcp")])
+def test_a_kernel_that_does_not_copy_leaves_the_other_paths(here, monkeypatch, device, expected):
+    monkeypatch.setattr("monarch.onesided.transfers.no_copying_here", lambda: "Function not implemented")
+    monkeypatch.setattr("monarch.onesided.ibverbs.why_not", lambda: device)
+    with settings.overridden(rdma_path="auto"):
+        backend = get_rdma_backend()
+
+    assert backend == expected
+    assert "does not copy between processes of this host (Function not implemented)" in backend.reason
 
 
 class _NoBook:

@@ -60,10 +60,13 @@ def test_supervised():
     assert "60 jobs done with 2 workers, of which 4 were killed" in output
 
 
-PATHS = ["shm", "tcp", pytest.param("ibverbs", marks=pytest.mark.rdma)]
+PATHS = [
+    pytest.param("shm", marks=pytest.mark.slow),
+    pytest.param("tcp", marks=pytest.mark.slow),
+    pytest.param("ibverbs", marks=pytest.mark.rdma),
+]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("path", PATHS)
 def test_parameter_server(path, monkeypatch):
@@ -74,7 +77,6 @@ def test_parameter_server(path, monkeypatch):
     assert f"over {path}: " in output
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("path", PATHS)
 def test_weight_sync(path, monkeypatch):

@@ -393,6 +393,7 @@ class _NoBook:
 def test_the_fallback_warns_once_and_names_path_and_setting(pair, monkeypatch):
     monkeypatch.setattr("monarch.mesh.rdma._warned", False)
     monkeypatch.setattr("monarch.onesided.ibverbs.why_not", lambda: "no device in this test")
+    monkeypatch.setattr("monarch.onesided.transfers.no_copying_here", lambda: "")
     buffer = pair.offer(10)
     expected = r"fall back to 'shm'.*rdma_path='shm' silences"
     with settings.overridden(rdma_path="auto"):

@@ -1,4 +1,5 @@
-"""Links whose second connection fails on its way up: they are closed, and the listener goes on."""
+"""Links of two connections on their way up: where they are dialed; and where the second fails, they are closed, and the
+listener goes on."""
 
 from __future__ import annotations
 
@@ -11,10 +12,11 @@ from types import SimpleNamespace
 import pytest
 from attrs import define, field
 
-from monarch.transports import pairing
+from monarch.transports import pairing, registry
 from monarch.transports.nng import Pair, _End
 from monarch.transports.pairing import Pairings
 from monarch.wake import Wake
+from tests.transports.drive import SECRET, dial_and_accept, exchange
 
 FULL = OSError(errno.EMFILE, "Too many open files")
 
@@ -109,3 +111,13 @@ def test_a_door_that_is_not_found_is_not_taken_for_shut(monkeypatch):
     with pytest.raises(OSError, match="was not found"):
         pair.shut_the_door()
     pair.close()
+
+
+def test_a_tcp_alias_is_what_peers_are_told():
+    listener = registry.get("tcp").listen("tcp://localhost:0@tcp://127.0.0.1:0", SECRET)
+    assert listener.url.startswith("tcp://localhost:") and not listener.url.endswith(":0")
+    left, right = dial_and_accept(registry.get("tcp"), listener)
+    assert exchange(left, right, [[b"x"]])
+    left.abort()
+    right.abort()
+    listener.close()

@@ -1,0 +1,157 @@
+"""Who is let in over stream sockets, and who is turned away: what the conformance suite cannot see from outside."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from monarch.transports import registry
+from monarch.transports.listener import StreamListener, network_of
+from monarch.transports.stream import StreamLink
+from tests.transports.drive import SECRET, dial_and_accept, exchange, wait_until
+
+
+def listener_on(sock: socket.socket, **options: object) -> StreamListener:
+    sock.listen(64)
+    return StreamListener(sock, SECRET, "test", lambda s, _: StreamLink(s, "x"), **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def bound() -> Iterator[tuple[socket.socket, str]]:
+    sock = socket.socket(socket.AF_UNIX)
+    sock.bind("")
+    yield sock, sock.getsockname()
+    sock.close()
+
+
+def stranger_at(address: str) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX)
+    sock.settimeout(5)
+    sock.connect(address)
+    return sock
+
+
+def test_a_newcomer_that_says_nothing_is_dropped_at_its_deadline(bound):
+    now_s = 100.0
+    listener = listener_on(bound[0], clock=lambda: now_s, handshake_s=5.0)
+    with stranger_at(bound[1]) as stranger:
+        wait_until(lambda: listener.accept_nowait() or listener.newcomer_count, listener)
+        now_s = 104.9
+        listener.accept_nowait()
+        assert listener.newcomer_count == 1
+        now_s = 105.0
+        listener.accept_nowait()
+        assert listener.newcomer_count == 0
+        assert len(stranger.recv(100)) == 42
+        assert stranger.recv(100) == b""
+    listener.close()
+
+
+def test_one_newcomer_too_many_pushes_out_the_oldest(bound):
+    listener = listener_on(bound[0], max_newcomers=3)
+    strangers = [stranger_at(bound[1]) for _ in range(5)]
+    for _ in range(5):
+        listener.accept_nowait()
+    assert listener.newcomer_count == 3
+    assert [len(s.recv(100)) for s in strangers] == [42] * 5
+    assert strangers[0].recv(1) == strangers[1].recv(1) == b""
+    for s in strangers:
+        s.close()
+    listener.close()
+
+
+def test_a_flood_pushes_out_those_of_its_own_address():
+    with socket.create_server(("127.0.0.1", 0)) as server, ExitStack() as stack:
+        listener = listener_on(server, max_newcomers=3)
+
+        def newcomer(source: str) -> socket.socket:
+            sock = stack.enter_context(socket.create_connection(server.getsockname(), 5, (source, 0)))
+            listener.accept_nowait()
+            assert len(sock.recv(100)) == 42
+            return sock
+
+        friend = newcomer("127.0.0.1")
+        flood = [newcomer("127.0.0.2") for _ in range(10)]
+        assert [each.recv(1) for each in flood[:8]] == [b""] * 8
+        for each in (friend, *flood[8:]):
+            each.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                each.recv(1)
+        listener.close()
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        (("192.0.2.1", 1), ("192.0.2.1", 2), True),
+        (("192.0.2.1", 1), ("192.0.2.2", 1), False),
+        (("2001:db8::1", 1, 0, 0), ("2001:db8::ffff:1", 2, 0, 0), True),
+        (("2001:db8::1", 1, 0, 0), ("2001:db8:0:1::1", 1, 0, 0), False),
+        (("fe80::1%eth0", 1, 0, 2), ("fe80::2%eth0", 1, 0, 2), True),
+        (("::ffff:192.0.2.1", 1, 0, 0), ("::ffff:192.0.2.2", 1, 0, 0), False),
+        ("", b"\0a name", True),
+    ],
+)
+def test_addresses_that_one_stranger_can_have_are_of_one_network(one: object, other: object, same: bool) -> None:
+    assert (network_of(one) == network_of(other)) is same
+
+
+def test_running_out_of_descriptors_is_survived():
+    transport = registry.get("ipc")
+    listener = transport.listen("ipc://", SECRET)
+    sockaddr = "\0" + listener.url.removeprefix("ipc://@")
+    clients = [socket.socket(socket.AF_UNIX) for _ in range(3)]
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, limits[1]))
+    fillers: list[int] = []
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            while True:
+                fillers.append(os.dup(0))
+        for client in clients:
+            client.connect(sockaddr)
+        assert listener.accept_nowait() == []
+        for client in clients:
+            client.settimeout(5)
+            assert client.recv(100) == b""  # refused, not left hanging
+        assert listener.starved is not None and listener.starved.errno == errno.EMFILE
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for fd in fillers:
+            os.close(fd)
+        for client in clients:
+            client.close()
+    left, right = dial_and_accept(transport, listener)
+    assert listener.starved is None
+    assert exchange(left, right, [[b"still there"]])
+    left.abort()
+    right.abort()
+    listener.close()
+
+
+def test_connections_that_cannot_be_watched_are_not_handed_down_and_not_kept(bound, monkeypatch):
+    sock, _ = bound
+    listener = listener_on(sock, connections=lambda: [socket.socketpair(), socket.socketpair()])
+    before, watched, register = open_descriptors(), len(listener.selector.get_map()), listener.selector.register
+
+    def register_one(*args: object) -> object:
+        if len(listener.selector.get_map()) > watched:
+            raise OSError(errno.ENOSPC, "the kernel watches no more")
+        return register(*args)
+
+    monkeypatch.setattr(listener.selector, "register", register_one)
+    with pytest.raises(OSError, match="watches no more"):
+        listener.hand_down()
+    assert open_descriptors() == before
+    assert len(listener.selector.get_map()) == watched
+    listener.close()
+
+
+def open_descriptors() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))

@@ -170,7 +170,7 @@ def slice_mesh(tensors: Any, **dims: Any) -> Any:
         ref = tensor._ref
         mesh = ref.place.lane.mesh.slice(**dims)
         lane = ref.place.lane.engine.lane(mesh)
-        return Tensor(Ref(ref.number, lane.place(ref.place.stream), ref.meta, ref))
+        return Tensor(Ref(ref.number, lane.place(ref.place.stream), ref.meta, ref, ref.shared()))
 
     return _of_each(sliced, tensors)
 

@@ -90,6 +90,8 @@ class Activation:
         return self.mesh
 
     def __exit__(self, kind: Any, *_: Any) -> None:
+        if self not in _active.meshes:
+            raise RuntimeError("this activation has ended already, or belongs to another thread: call activate() again")
         _active.meshes.remove(self)
         if not _active.meshes:
             mode, _active.mode = _active.mode, None
@@ -172,7 +174,13 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any], where: Place | None =
         place = refs[0].place
         suspect = len(refs) != len(tensors) or place.stream is not get_active_stream()
         for ref in refs:
-            if ref.place is not place or ref.dropped is not None or ref.base is not None or ref.borrowed:
+            memory = ref.memory
+            if (
+                ref.place is not place
+                or ref.dropped is not None
+                or ref.base is not None
+                or (memory is not None and (memory.borrowed or memory.ended is not None))
+            ):
                 suspect = True
         if suspect:
             if len(refs) != len(tensors) and func._schema.name in _SETTING:
@@ -190,7 +198,8 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any], where: Place | None =
         found = _planned(tuple(key), func, args, kwargs, refs, varying)
     if found.mutates:
         for at in found.mutates:
-            if refs[at].borrow is not None or refs[at].borrowed:
+            memory = refs[at].memory
+            if memory is not None and (memory.borrow is not None or memory.borrowed):
                 refuse_wrong(func, tensors, [tensors[each] for each in found.mutates])
     lane = place.lane
     engine = lane.engine
@@ -208,8 +217,9 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any], where: Place | None =
         command.append(number)
         lane.append(tuple(command), stack_of(sys._getframe(1)))
     if found.single is not None:
-        ref = Ref(number, place, found.single)
-        return _handle(ref, tensors) if found.is_view else Tensor(ref)
+        if found.is_view:
+            return _handle(Ref(number, place, found.single, None, refs[0].shared()), tensors)
+        return Tensor(Ref(number, place, found.single))
     results: list[Any] = []
     for each in found.results:
         if each is None:
@@ -217,8 +227,10 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any], where: Place | None =
         elif isinstance(each, int):
             results.append(tensors[each])
         else:
-            ref = Ref(number, place, each)
-            results.append(_handle(ref, tensors) if found.is_view else Tensor(ref))
+            if found.is_view:
+                results.append(_handle(Ref(number, place, each, None, refs[0].shared()), tensors))
+            else:
+                results.append(Tensor(Ref(number, place, each)))
             number += 1
     return pytree.tree_unflatten(results, found.spec)
 

@@ -20,23 +20,46 @@ if TYPE_CHECKING:
     from monarch.mesh.tensor.streams import Borrow, Stream
 
 
+class Memory:
+    """What a tensor and its views have in common: who may use them.
+
+    Attributes:
+        borrowed: how many borrows of it have not ended.
+        mutably: whether one of them may write.
+        borrow: what it was lent by, if it was.
+        ended: where that has ended.
+    """
+
+    __slots__ = ("__weakref__", "borrow", "borrowed", "ended", "mutably")
+
+    def __init__(self, borrow: Borrow | None = None) -> None:
+        self.borrow = borrow
+        self.borrowed = 0
+        self.mutably = False
+        self.ended: Stack | None = None
+
+
 class Ref:
     """The number of a tensor's shards, and where they are. Once nobody has it any more, the shards are freed.
 
     Attributes:
         base: the ref whose shards these are too (a view of them on fewer workers); it frees them.
-        borrowed: how many borrows of it have not ended.
-        borrow: the borrow that this was made by.
+        memory: None while there are neither views nor borrows.
     """
 
-    __slots__ = ("__weakref__", "base", "borrow", "borrowed", "dropped", "meta", "mutably", "number", "place")
+    __slots__ = ("__weakref__", "base", "dropped", "memory", "meta", "number", "place")
 
-    def __init__(self, number: int, place: Place, meta: Meta, base: Ref | None = None) -> None:
-        self.number, self.place, self.meta, self.base = number, place, meta, base
+    def __init__(
+        self, number: int, place: Place, meta: Meta, base: Ref | None = None, memory: Memory | None = None
+    ) -> None:
+        self.number, self.place, self.meta, self.base, self.memory = number, place, meta, base, memory
         self.dropped: Stack | None = None
-        self.borrowed = 0
-        self.mutably = False
-        self.borrow: Borrow | None = None
+
+    def shared(self) -> Memory:
+        """Its memory, for whoever has a part in that."""
+        if self.memory is None:
+            self.memory = Memory()
+        return self.memory
 
     def drop(self, stack: Stack) -> None:
         if self.dropped is None:
@@ -45,7 +68,9 @@ class Ref:
                 self._free()
 
     def dropped_at(self) -> Stack | None:
-        """Where it was dropped, if it was."""
+        """Where it was dropped, if it was, or the borrow that it was made by."""
+        if self.dropped is None and self.memory is not None and self.memory.ended is not None:
+            return self.memory.ended
         return self.dropped if self.dropped is not None or self.base is None else self.base.dropped_at()
 
     def __del__(self) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from monarch.mesh.tensor.commands import Op
 from monarch.mesh.tensor.errors import stack_of
-from monarch.mesh.tensor.handle import Ref, Tensor
+from monarch.mesh.tensor.handle import Memory, Ref, Tensor
 from monarch.mesh.tensor.usage import refuse
 
 
@@ -40,23 +40,27 @@ class Stream:
     def borrow(self, tensor: Tensor, mutable: bool = False) -> tuple[Tensor, Borrow]:
         """`tensor` for use on this stream, and the borrow, to be ended by `drop()` or as a `with` block.
 
-        Meanwhile its own stream may read it, or not even that with `mutable`.
+        Meanwhile its own stream may read it and its views, or not even that with `mutable`.
 
         Raises:
-            RuntimeError: it is borrowed already, and one of both borrows is mutable.
+            RuntimeError: it is borrowed already, and one of both borrows is mutable; or it was borrowed itself, and not
+                to be written to.
             TypeError: it is local, or was dropped.
         """
         if type(tensor) is not Tensor:
             raise TypeError(f"only distributed tensors are borrowed, not {type(tensor).__name__}")
         ref = tensor._ref
-        if ref.mutably or (mutable and ref.borrowed):
+        memory = ref.shared()
+        if memory.mutably or (mutable and memory.borrowed):
             raise RuntimeError("Tensor cannot be borrowed: it is borrowed already, and two may not write to it")
+        if mutable and memory.borrow is not None and not memory.borrow.mutable:
+            raise RuntimeError("Tensor cannot be borrowed to be written to: it was lent without mutable=True")
         refuse("borrow", [tensor], mesh=None, stream=ref.place.stream)
         lane = ref.place.lane
         number = lane.engine.new()
         lane.append((int(Op.ALIAS), ref.number, number), stack_of(sys._getframe(1)))
         own = Ref(number, lane.place(self), ref.meta)
-        borrow = own.borrow = Borrow(ref, own, mutable)
+        borrow = Borrow(memory, own, mutable)
         return Tensor(own), borrow
 
     def __repr__(self) -> str:
@@ -66,15 +70,16 @@ class Stream:
 class Borrow:
     """See `Stream.borrow`. One that is collected without being dropped warns."""
 
-    def __init__(self, lent: Ref, own: Ref, mutable: bool) -> None:
+    def __init__(self, lent: Memory, own: Ref, mutable: bool) -> None:
         self.mutable = mutable
-        self._lent, self._own = lent, weakref.ref(own)  # which has this
+        own.memory = Memory(self)
+        self._lent, self._own, self._memory = lent, weakref.ref(own), weakref.ref(own.memory)  # which have this
         self._over = False
         lent.borrowed += 1
         lent.mutably = mutable
 
     def drop(self) -> None:
-        """End it: the borrowed tensor cannot be used any more. Again is an error.
+        """End it: the borrowed tensor, and views of it, cannot be used any more. Again is an error.
 
         Raises:
             RuntimeError: it has ended.
@@ -84,9 +89,12 @@ class Borrow:
         self._over = True
         self._lent.borrowed -= 1
         self._lent.mutably = False
-        own = self._own()
+        stack = stack_of(sys._getframe(1))
+        own, memory = self._own(), self._memory()
         if own is not None:
-            own.drop(stack_of(sys._getframe(1)))
+            own.drop(stack)
+        if memory is not None:
+            memory.ended = stack
 
     def __enter__(self) -> Borrow:
         return self

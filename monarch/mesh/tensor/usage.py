@@ -59,9 +59,10 @@ def _reason(tensor: Any, lane: Lane | None, stream: Stream, mutated: bool, grad:
         return f"DROPPED: its shards were freed here:\n{format_stack(dropped)}"
     if ref.place.stream is not stream:
         return f"WRONG_STREAM: it belongs to {ref.place.stream}, active is {stream}; borrow it"
-    if ref.mutably or (mutated and ref.borrowed):
+    memory = ref.memory
+    if memory is not None and (memory.mutably or (mutated and memory.borrowed)):
         return "BORROWED: another stream has borrowed it; drop the borrow first"
-    if mutated and ref.borrow is not None and not ref.borrow.mutable:
+    if mutated and memory is not None and memory.borrow is not None and not memory.borrow.mutable:
         return "MUTATING_BORROW: it was borrowed without mutable=True"
     if not grad and tensor.requires_grad and torch.is_grad_enabled():
         return "REQUIRES_GRAD: autograd cannot follow here; use detach(), torch.no_grad() or grad_function"

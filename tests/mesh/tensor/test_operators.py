@@ -64,6 +64,8 @@ def test_activation_holds_from_the_call_on_and_ends_with_the_block(procs):
     assert type(torch.ones(1)) is torch.Tensor
     with pytest.raises(ValueError, match="no mesh is active"):
         get_active_mesh()
+    with pytest.raises(RuntimeError, match="ended already"), active:
+        pass
 
 
 def test_each_process_has_its_rank(procs):

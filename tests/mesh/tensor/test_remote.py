@@ -301,6 +301,32 @@ def test_borrows_say_who_may_use_a_tensor(procs):
         assert made.stream is side and base.stream is monarch.get_active_stream()
 
 
+def test_a_borrow_holds_for_all_views(procs):
+    side, third = Stream("side"), Stream("third")
+    with procs.activate():
+        base = torch.ones(4)
+        row = base[:2]
+        lent, borrow = side.borrow(base)
+        with pytest.raises(TypeError, match="BORROWED"):
+            row.add_(1)
+        with side.activate():
+            part = lent.view(2, 2)[0]
+            with pytest.raises(TypeError, match="MUTATING_BORROW"):
+                part.add_(5)
+            with pytest.raises(RuntimeError, match="without mutable"):
+                third.borrow(part, mutable=True)
+            assert inspect(part + 1).tolist() == [2, 2]
+        borrow.drop()  # the ending line
+        with side.activate(), pytest.raises(TypeError, match="DROPPED") as caught:
+            _ = part + 1
+        assert "the ending line" in str(caught.value)
+        row.add_(1)
+        _, borrow = side.borrow(row, mutable=True)
+        with borrow, pytest.raises(TypeError, match="BORROWED"):
+            _ = base + 1
+        assert inspect(base).tolist() == [2, 2, 1, 1]
+
+
 def test_a_borrow_that_is_forgotten_warns(procs):
     with procs.activate():
         _, borrow = Stream("side").borrow(torch.ones(1))

@@ -1,4 +1,4 @@
-"""Settings for users: change them for a program, a block, or a test. `monarch.core.settings` has the table of them.
+"""Settings for users: change them for a program, a block, or a test. `monarch.core.setting_table` has all.
 
 Layers, strongest first: a test's override, the environment, what a client handed to this process, `configure`, the
 default. Durations are strings and print in a normal form: "90s" reads back as "1m 30s".

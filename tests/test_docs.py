@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from monarch.core import settings
+from monarch.core import setting_table
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -112,9 +112,9 @@ _SETTINGS_TABLE = re.compile(r"(?<=`python -m tests.test_docs` -->\n).*?(?=<!-- 
 
 
 def settings_table() -> str:
-    """The table of all settings, in the order of `monarch.core.settings`."""
+    """The table of all settings, in the order of `monarch.core.setting_table`."""
     rows = ["| setting | type | default | environment variable | meaning |", "|---|---|---|---|---|"]
-    for setting in settings.SETTINGS.values():
+    for setting in setting_table.SETTINGS.values():
         kind = ", ".join(f"`{c}`" for c in getattr(setting.kind, "choices", ())) or setting.kind.name
         default = repr(setting.default).replace("'", '"')
         rows.append(f"| `{setting.name}` | {kind} | `{default}` | `{setting.variable}` | {setting.doc} |")

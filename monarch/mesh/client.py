@@ -13,7 +13,7 @@ import signal
 import threading
 from functools import partial
 
-from monarch.core import settings
+from monarch.core import setting_table, settings
 from monarch.core.envelope import Envelope
 from monarch.core.future import Future, tell_all_unseen
 from monarch.core.ids import ActorId, ProcId, Uid, new_number
@@ -164,7 +164,7 @@ class RootClient(ProcClient):
 def make() -> Context:
     """Make the client of this process. Called once, by `context()`."""
     show_what_was_asked_for()
-    for variable, meant in settings.unknown_variables().items():
+    for variable, meant in setting_table.unknown_variables().items():
         log.warning("setting.unknown", variable=variable, **({"meant": f"{meant}?"} if meant else {}))
     wanted = settings.get("default_transport")
     if "://" in wanted:

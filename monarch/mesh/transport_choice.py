@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from monarch.core import settings
+from monarch.core import setting_table, settings
 from monarch.core.setting_kinds import ChannelTransport
 from monarch.mesh.context import client_context
 
@@ -17,7 +17,7 @@ def enable_transport(transport: ChannelTransport | str) -> None:
         RuntimeError: the client exists already, with another transport.
         NotViable, ValueError: there is no such transport, or it cannot work here.
     """
-    setting = settings.setting_of("default_transport")
+    setting = setting_table.setting_of("default_transport")
     wanted = setting.kind.use(settings.checked({"default_transport": transport})["default_transport"])
     client = client_context()
     if client is not None:

@@ -10,9 +10,10 @@ from typing import get_args
 
 import pytest
 
-from monarch.core import settings
+from monarch.core import setting_table, settings
 from monarch.core.setting_kinds import ChannelTransport, UnsupportedTransport
-from monarch.core.settings import SETTINGS, Settings
+from monarch.core.setting_table import SETTINGS
+from monarch.core.settings import Settings
 from monarch.errors import NotViable
 
 SOURCES = Path(settings.__file__).parents[1]
@@ -356,7 +357,7 @@ def test_variables_without_a_meaning_can_be_listed():
         "MONARCH_SECRETS_FILE": "/secret",
     }
 
-    assert settings.unknown_variables(environ) == {
+    assert setting_table.unknown_variables(environ) == {
         "HYPERACTOR_SPLIT_MAX_BUFFER_AGE": "",
         "MONARCH_CLEANUP_TIMEOUT": "HYPERACTOR_CLEANUP_TIMEOUT",
         "MONARCH_SECRETS_FILE": "MONARCH_SECRET_FILE",
@@ -368,4 +369,4 @@ def test_no_variable_of_this_library_is_unknown():
     read = set(re.findall(r"\bMONARCH_[A-Z_]*[A-Z]\b", sources))
     assert "MONARCH_HOST_ID" in read
 
-    assert settings.unknown_variables(dict.fromkeys(read, "1")) == {}
+    assert setting_table.unknown_variables(dict.fromkeys(read, "1")) == {}

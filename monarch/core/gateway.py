@@ -255,8 +255,7 @@ class Gateway:
         """Block while the buffer of any of these peers is full. Never from the pump."""
         for key in keys:
             peer = self.peers.get(key)
-            # What waits is a part of what is not acknowledged, and that is quick to tell.
-            if peer is not None and peer.session.unacked_bytes > peer.send_buffer_bytes and peer.is_full:
+            if peer is not None and peer.is_full:
                 signal = Signal()
                 while not self.is_closed and peer.wants_room(signal.notify):
                     self.driver.wait(signal, 1.0)

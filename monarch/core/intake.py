@@ -78,6 +78,8 @@ class Intake:
         except BaseException:
             session.received = received  # an interrupt: this frame comes again on the next link
             raise
+        if peer.waiting_for_room:
+            peer.make_room()
         if session.ack_due(now_s):
             peer.say(FrameType.ACK)
         elif session.owes_ack:

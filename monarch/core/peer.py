@@ -35,7 +35,6 @@ from monarch.transports.base import Buffer, Frame, Link
 _BURST: Final = 8
 _SEND_EVERY: Final = 32
 _SEND_MOST: Final = 1024
-_CONTROL_BYTES: Final = 64
 
 
 class State(Enum):
@@ -88,9 +87,8 @@ class Peer:
     breaks: int = 0
     """How often its link broke."""
     lock: threading.Lock = field(factory=threading.Lock)
-    outbox: deque[tuple[Frame, int]] = field(factory=deque)
-    """Frames that wait for room on the link, with their sizes in bytes."""
-    outbox_bytes: int = 0
+    outbox: deque[Frame] = field(factory=deque)
+    """Frames that wait for room on the link."""
     burst: int = 0
     """Frames sent since the pump last had to do with this peer: up to `_BURST`, one by one."""
     waiting_for_room: list[Callable[[], None]] = field(factory=list)
@@ -120,7 +118,7 @@ class Peer:
             with self.lock:
                 if self.down is not None:
                     return self.down
-                self._send_now(self.session.wrap(parts, size_bytes), size_bytes)
+                self._send_now(self.session.wrap(parts, size_bytes))
         except BaseException:
             # A signal's handler raised, and nobody knows how far this got: the session begins again on a new link.
             self.torn = True
@@ -134,11 +132,9 @@ class Peer:
             if self.down is not None:
                 return self.down
             for parts in messages:
-                size_bytes = sum(map(len, parts))
-                frame = self.session.wrap(parts, size_bytes)
+                frame = self.session.wrap(parts, sum(map(len, parts)))
                 if self.link is not None:
-                    self.outbox.append((frame, size_bytes))
-                    self.outbox_bytes += size_bytes
+                    self.outbox.append(frame)
             if self.link is not None:
                 try:
                     self._send_outbox(self.link)
@@ -151,9 +147,9 @@ class Peer:
     def say(self, kind: FrameType) -> None:
         """Send an ACK, HEARTBEAT or GOODBYE."""
         with self.lock:
-            self._send_now(self.session.control(kind), _CONTROL_BYTES)
+            self._send_now(self.session.control(kind))
 
-    def _send_now(self, frame: Frame, size_bytes: int) -> None:
+    def _send_now(self, frame: Frame) -> None:
         """Give a frame to the link or the outbox. Without a link the session keeps it."""
         link = self.link
         if link is None:
@@ -169,8 +165,7 @@ class Peer:
                     self.poller.watch(link.fileno(), True)
                 return
         self.burst += 1
-        self.outbox.append((frame, size_bytes))
-        self.outbox_bytes += size_bytes
+        self.outbox.append(frame)
         waiting = len(self.outbox)
         if waiting == 1:
             self.cork(self)
@@ -185,11 +180,11 @@ class Peer:
         """Give the link what it has room for."""
         outbox = self.outbox
         while link.flush_nowait() and outbox:
-            taken = link.send_nowait([frame for frame, _ in itertools.islice(outbox, _SEND_MOST)])
+            taken = link.send_nowait([*itertools.islice(outbox, _SEND_MOST)])
             if not taken:
                 return
             for _ in range(taken):
-                self.outbox_bytes -= outbox.popleft()[1]
+                outbox.popleft()
 
     def flush(self, link: Link) -> None:
         """There may be room again: go on sending what queued up, together.
@@ -203,30 +198,31 @@ class Peer:
             self.burst = _BURST - 1 if self.burst > _BURST + 1 else 0  # several queued up: somebody goes on sending
             self._send_outbox(link)
             self.poller.watch(link.fileno(), link.blocked or bool(self.outbox))
-            waiting: list[Callable[[], None]] = []
-            if self.waiting_for_room and self.backlog_bytes <= self.send_buffer_bytes // 2:
-                waiting, self.waiting_for_room = self.waiting_for_room, []
-        for notify in waiting:
-            notify()
-
-    @property
-    def backlog_bytes(self) -> int:
-        """What waits for room on the link, or for a link."""
-        return self.outbox_bytes if self.link is not None else self.session.unacked_bytes
 
     @property
     def is_full(self) -> bool:
-        """Whether senders that may wait should."""
-        return self.backlog_bytes > self.send_buffer_bytes
+        """Whether senders that may wait should: so much has not been confirmed, wherever it waits. A link may take more
+        than the other side gets to: what is lent to a process of this host costs it some bytes."""
+        return self.session.unacked_bytes > self.send_buffer_bytes
 
     def wants_room(self, notify: Callable[[], None]) -> bool:
         """Call `notify` once half of the buffer is free or the peer is gone; False when that is so already."""
         with self.lock:
-            if self.down is not None or self.backlog_bytes <= self.send_buffer_bytes // 2:
-                return False
             if notify not in self.waiting_for_room:
-                self.waiting_for_room.append(notify)
-            return True
+                self.waiting_for_room.append(notify)  # before the look: what is confirmed after it is told
+            if self.down is None and self.session.unacked_bytes > self.send_buffer_bytes // 2:
+                return True
+            self.waiting_for_room.remove(notify)
+            return False
+
+    def make_room(self) -> None:
+        """The peer has confirmed something, and there are those who wait for room."""
+        with self.lock:
+            if self.session.unacked_bytes > self.send_buffer_bytes // 2:
+                return
+            waiting, self.waiting_for_room = self.waiting_for_room, []
+        for notify in waiting:
+            notify()
 
     # ---- transitions; the lock is held, and what is returned is called without it
 
@@ -243,8 +239,7 @@ class Peer:
         self.state = State.UP
         self.dialing = None
         self.outbox.clear()
-        self.outbox.extend((frame, sum(map(len, frame))) for frame in frames)
-        self.outbox_bytes = sum(size for _, size in self.outbox)
+        self.outbox.extend(frames)
         waiting, self.waiting_for_state = self.waiting_for_state, []
         return waiting
 
@@ -252,7 +247,6 @@ class Peer:
         """The link is gone; the session keeps what was not acknowledged."""
         self.link = None
         self.outbox.clear()
-        self.outbox_bytes = 0
         self.breaks += 1
         if self.down is None:
             self.state = State.BROKEN
@@ -264,7 +258,6 @@ class Peer:
         self.session.unacked.clear()
         self.session.unacked_bytes = 0
         self.outbox.clear()
-        self.outbox_bytes = 0
         return undelivered
 
     def waiters(self) -> list[Callable[[], None]]:

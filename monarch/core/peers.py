@@ -31,7 +31,7 @@ from monarch.core.links import Links, Refused
 from monarch.core.monitor import Down
 from monarch.core.peer import Peer, State
 from monarch.core.poller import WRITABLE, Poller
-from monarch.core.protocol import Hello, Session, refused_because
+from monarch.core.protocol import ACK_AT_BYTES, Hello, Session, refused_because
 from monarch.core.ways import Ways
 from monarch.errors import LinkClosed, ProtocolError, TransportError
 from monarch.log import get_logger
@@ -120,7 +120,9 @@ class Peers:
         with self._lock:
             peer = self._by_key.get(key)
             if peer is None:
-                session = Session(self._limits.ack_every_n, self._limits.ack_interval_s)
+                limits = self._limits
+                soon_bytes = min(ACK_AT_BYTES, limits.send_buffer_bytes // 4)  # others wait for room, too
+                session = Session(limits.ack_every_n, limits.ack_interval_s, soon_bytes)
                 peer = Peer(proc, session, self._poller, self._limits.send_buffer_bytes, self._cork)
                 self._by_key[key] = peer
             return peer

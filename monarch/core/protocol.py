@@ -32,7 +32,7 @@ from monarch.version import __version__
 SESSION: Final = Struct("<B7xQQ")
 WIRE_VERSION: Final = 2
 _SESSION_BYTES: Final = SESSION.size
-_ACK_AT_BYTES: Final = 1 << 20
+ACK_AT_BYTES: Final = 1 << 20
 """A peer keeps what we have not acknowledged: large frames are acknowledged soon, whatever their number."""
 
 
@@ -132,6 +132,7 @@ class Session:
 
     ack_every_n: int = 1000
     ack_interval_s: float = 0.5
+    ack_at_bytes: int = ACK_AT_BYTES
 
     sent: int = 0
     """Number of the last frame that was wrapped."""
@@ -208,7 +209,7 @@ class Session:
             return False
         return (
             self.received - self._acknowledged >= self.ack_every_n
-            or self._unacknowledged_bytes >= _ACK_AT_BYTES
+            or self._unacknowledged_bytes >= self.ack_at_bytes
             or now_s >= due_s
         )
 

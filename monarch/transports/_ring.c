@@ -287,13 +287,27 @@ static int fall_asleep(Ring *self) { /* 0: it may not, something is there */
     return !something_is_there(self);
 }
 
+/* What lies elsewhere may be large: somebody who pops does other things, too, as soon as he has so much of it. */
+static const Py_ssize_t TURN_BYTES = 4 << 20;
+
+static Py_ssize_t bytes_of(PyObject *frame) {
+    Py_ssize_t total = 0;
+    for (Py_ssize_t i = 0; PyList_Check(frame) && i < PyList_Size(frame); i++) {
+        Py_ssize_t size = PyObject_Size(PyList_GetItem(frame, i));
+        if (size < 0) PyErr_Clear(); /* it stands for what is missing */
+        total += size > 0 ? size : 0;
+    }
+    return total;
+}
+
 static PyObject *reader_pop(Ring *self, PyObject *after) {
     if (!is_ready(self)) return NULL;
     self->after = PyLong_AsUnsignedLongLong(after);
     if (PyErr_Occurred()) return NULL;
     PyObject *frames = PyList_New(0);
+    Py_ssize_t turn = 0;
     if (!frames) return NULL;
-    for (;;) {
+    while (turn < TURN_BYTES || !self->attended) { /* who is not looked at must not leave anything behind */
         struct record record;
         uint64_t at;
         int found = next_record(self, &record, &at);
@@ -309,6 +323,7 @@ static PyObject *reader_pop(Ring *self, PyObject *after) {
             break;
         }
         int failed = PyList_Append(frames, frame);
+        if (record.parts & ENCODED) turn += bytes_of(frame);
         Py_DECREF(frame);
         if (failed) break;
         self->mine = at + record.size;

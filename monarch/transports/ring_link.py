@@ -16,6 +16,7 @@ descriptors, wakes, and tells how the link ends.
 - *Waking.* A *bell* is a frame of the stream without even that first part.
 - *Who looks.* A poller that knows of rings looks at them itself before it sleeps, and says so (`attended`); for others
   every pop that leaves nothing behind puts the reader to sleep.
+- *Turns.* Where a poller looks, a pop ends once it has some MiB of what lies elsewhere, and the next one goes on.
 - *Death.* A record is seen whole or not at all. What was pushed before the end of the stream is read before the end.
 
 Where one side has no rings, all its frames go over the stream, and so do those of the other to it.
@@ -175,8 +176,10 @@ class RingLink:
                 if not frame:
                     continue  # a bell
                 mark = frame.pop(0)
-                if reader is not None and mark != _START and reader.position < self._place(mark):
-                    frames += self._pop(reader)
+                if reader is not None and mark != _START:
+                    place = self._place(mark)
+                    while reader.position < place and (before := self._pop(reader)):
+                        frames += before
                 self._received += 1
                 frames.append(frame)
             if reader is not None:
@@ -184,7 +187,8 @@ class RingLink:
         except TransportError:
             self._writer = None
             if reader is not None:
-                frames += self._pop(reader)  # what was pushed before the end
+                while left := self._pop(reader):  # what was pushed before the end
+                    frames += left
             if not frames:
                 raise
         return frames

@@ -26,6 +26,8 @@ from monarch.core.protocol import SESSION, FrameType, Hello, Session
 from monarch.errors import TransportError
 from monarch.transports.faults import Faults
 
+WAITS_S = 0.3
+
 
 class NoWay:
     """A transport that can be unplugged: dialing then fails, and not because nobody listens."""
@@ -407,13 +409,39 @@ def test_a_peer_that_does_not_read_makes_senders_wait_and_nothing_is_lost(net: N
     try:
         until(lambda: b.key in a.gateway.peers and peer(a, b).waiting_for_room)
         held = sent
-        assert held < count and peer(a, b).outbox_bytes <= (1 << 20) + 2 * size
+        assert held < count and peer(a, b).session.unacked_bytes <= (1 << 20) + 2 * size
     finally:
         at_b.gate.set()
     _join(sender)
     until(lambda: len(at_b.got) == count)
     assert [int(each[2:10]) for each in at_b.got] == list(range(count))
-    until(lambda: peer(a, b).outbox_bytes == 0 and not peer(a, b).waiting_for_room)
+    until(lambda: not peer(a, b).outbox and not peer(a, b).waiting_for_room)
+
+
+def test_a_peer_that_takes_nothing_in_is_full_however_little_its_link_holds() -> None:
+    """What is lent over shared memory takes no more of a link than a small frame."""
+    net = Net("shm")
+    a, b = net.proc("a", send_buffer_bytes=8 << 20), net.proc("b")
+    number, at_b = net.port(b)
+    at_b.gate.clear()
+    count, sent = 40, 0
+
+    def talk() -> None:
+        nonlocal sent
+        for _ in range(count):
+            send(a, b, number, bytes(1 << 20), may_wait=True)
+            sent += 1
+
+    sender = _threads(talk)
+    try:
+        until(lambda: b.key in a.gateway.peers and peer(a, b).waiting_for_room)
+        sender[0].join(WAITS_S)
+        assert sent < 16 and peer(a, b).waiting_for_room and not peer(a, b).outbox
+    finally:
+        at_b.gate.set()
+    _join(sender)
+    until(lambda: len(at_b.got) == count)
+    net.close()
 
 
 def test_senders_that_wait_for_room_hear_of_the_end(net: Net) -> None:

@@ -165,6 +165,20 @@ def test_what_is_encoded_is_decoded_where_it_comes_out(ends):
 
 
 @compiled
+def test_a_pop_ends_with_some_large_frames_only_where_a_poller_looks_again(ends):
+    writer, reader = ends
+    large = memoryview(bytearray(3 << 20))
+    reader.decode = lambda encoded: [encoded, large]
+    for _ in range(2):
+        assert writer.push([b"%d" % n for n in range(5)], 0) == 5
+        reader.attended = not reader.attended
+        taken = []
+        while frames := reader.pop(0):
+            taken.append([int(frame[0]) for frame in frames])
+        assert taken == ([[0, 1], [2, 3], [4]] if reader.attended else [[0, 1, 2, 3, 4]])
+
+
+@compiled
 def test_what_cannot_be_decoded_is_told_after_what_came_before(ends):
     writer, reader = ends
 

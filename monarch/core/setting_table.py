@@ -185,7 +185,11 @@ SETTINGS: Final[Mapping[str, Setting]] = {
             _OURS,
         ),
         Setting(
-            "send_buffer_bytes", Int(1), 256 << 20, "How much may queue for one peer before its senders wait.", _OURS
+            "send_buffer_bytes",
+            Int(1),
+            256 << 20,
+            "How much may be on its way to one peer before its senders wait.",
+            _OURS,
         ),
         Setting(
             "mailbox_bytes",

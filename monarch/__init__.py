@@ -74,6 +74,10 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'monarch' has no attribute {name!r}")
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES, *_LAZY})
+
+
 def _refuse_torchmonarch() -> None:
     """Two distributions own the top-level name `monarch`; where both are installed, their files are mixed up."""
     for folder in (os.path.dirname(os.path.dirname(__file__)), *sys.path):

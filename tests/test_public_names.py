@@ -143,3 +143,10 @@ PLANNED: dict[str, Callable[[], Any]] = {
 def test_what_is_planned_says_so(name: str, monarch_client: Any) -> None:
     with pytest.raises(NotImplementedError, match="planned"):
         PLANNED[name]()
+
+
+def test_names_that_load_when_asked_for_are_listed_before():
+    listed = subprocess.run(
+        [sys.executable, "-c", "import monarch; print(*dir(monarch))"], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert {"actor", "config", "configure", "remote", "inspect", "Tensor"} <= set(listed)

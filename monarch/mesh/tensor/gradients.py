@@ -17,6 +17,9 @@ def grad_function(function: Callable[..., tuple[Any, Callable[..., Any]]]) -> Ca
 
     It returns `(result, backward)`. `backward` gets a gradient for each tensor of the result, and returns one, or None,
     for each tensor among the arguments, in their order.
+
+    Raises (a call):
+        TypeError: it returns something else.
     """
 
     @functools.wraps(function)
@@ -31,7 +34,10 @@ def grad_function(function: Callable[..., tuple[Any, Callable[..., Any]]]) -> Ca
                 for at, tensor in zip(places, tensors, strict=True):
                     leaves[at] = tensor
                 given, named = pytree.tree_unflatten(leaves, spec)
-                result, ctx.pull = function(*given, **named)
+                made = function(*given, **named)
+                if not (isinstance(made, tuple) and len(made) == 2 and callable(made[1])):
+                    raise TypeError(f"{function!r} returned {made!r}, where (result, backward) is needed")
+                result, ctx.pull = made
                 flat, tree = pytree.tree_flatten(result)
                 arranged.extend((flat, tree))
                 return tuple(leaf for leaf in flat if isinstance(leaf, torch.Tensor))

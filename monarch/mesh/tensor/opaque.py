@@ -58,13 +58,14 @@ class RemoteProcessGroup:
         device_mesh: whose workers make it.
 
     Raises:
-        KeyError: the mesh has no such dimension.
+        KeyError: the mesh has no such dimension. TypeError: it is none.
     """
 
     def __init__(self, dims: str | Sequence[str], device_mesh: ProcMesh) -> None:
         given = (dims,) if isinstance(dims, str) else tuple(dims)
+        engine = engine_of(device_mesh)
         check_dimensions(device_mesh._region, given)
-        lane = engine_of(device_mesh).lane(device_mesh)
+        lane = engine.lane(device_mesh)
         number = lane.engine.new()
         lane.append((int(Op.GROUP), given, f"group{next(_names)}", number), here())
         meta = dense_meta((), torch.int64, torch.device("cpu"))

@@ -314,6 +314,13 @@ def test_a_pipeline_of_two_stages_goes_back_and_forth(procs):
     assert inspect(x, gpus=1).tolist() == [190.0] * 3
 
 
+def test_a_group_is_of_a_mesh(procs):
+    with pytest.raises(TypeError, match="3 is none"):
+        RemoteProcessGroup("gpus", 3)  # type: ignore[arg-type]
+    with pytest.raises(KeyError, match="racks"):
+        RemoteProcessGroup("racks", procs)
+
+
 def test_workers_have_groups_of_torch_distributed(procs):
     def total(x, group):
         import torch.distributed as dist

@@ -125,6 +125,14 @@ def test_gradients_come_one_by_one_and_equal_those_of_autograd(procs):
     assert all(torch.allclose(*pair) for pair in zip(found, wanted, strict=True))
 
 
+def test_a_function_that_brings_no_backward_is_refused(procs):
+    with procs.activate():
+        x = torch.ones(2, requires_grad=True)
+        for wrong in (lambda x: x * 1, lambda x: (x * 1, x)):
+            with pytest.raises(TypeError, match=r"\(result, backward\) is needed"):
+                grad_function(wrong)(x)
+
+
 def test_a_function_brings_its_own_backward(procs):
     @grad_function
     def total(x, dims):

@@ -11,6 +11,7 @@ from __future__ import annotations
 from monarch.mesh.tensor.builtins import (
     get_rng_state_remote,
     log_remote,
+    same_random_numbers,
     set_logging_level_remote,
     set_manual_seed_remote,
     set_rng_state_remote,
@@ -19,6 +20,7 @@ from monarch.mesh.tensor.builtins import (
 __all__ = [
     "get_rng_state_remote",
     "log_remote",
+    "same_random_numbers",
     "set_logging_level_remote",
     "set_manual_seed_remote",
     "set_rng_state_remote",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -54,3 +56,24 @@ set_manual_seed_remote = remote(_seed, propagate=_nothing)
 """`set_manual_seed_remote(7)`; with `by_rank=True` each worker adds its rank."""
 get_rng_state_remote = remote(_state, propagate=_like_state)
 set_rng_state_remote = remote(_set_state, propagate=_nothing)
+
+
+def same_random_numbers() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """For `checkpoint(function, x, use_reentrant=False, context_fn=same_random_numbers)` of `torch.utils.checkpoint`:
+    what is computed a second time gets the random numbers of the first.
+
+    Raises:
+        ValueError: no mesh is active.
+    """
+    return nullcontext(), _again_from(get_rng_state_remote())
+
+
+@contextmanager
+def _again_from(state: Any) -> Iterator[None]:
+    with state.mesh.activate():
+        now = get_rng_state_remote()
+        set_rng_state_remote(state)
+        try:
+            yield
+        finally:
+            set_rng_state_remote(now)

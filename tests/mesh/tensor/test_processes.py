@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import monarch
 from monarch import fetch_shard, inspect, remote
@@ -50,6 +51,20 @@ def test_each_process_draws_its_own_random_numbers(real):
 
     for rank, numbers in enumerate(drawn):
         assert torch.equal(numbers, torch.rand(3, generator=torch.Generator().manual_seed(7 + rank)))
+
+
+def test_what_is_computed_a_second_time_gets_the_same_random_numbers(real):
+    from monarch.builtins import get_rng_state_remote, same_random_numbers
+
+    with real.activate():
+        x = torch.ones(64, requires_grad=True)
+        made = checkpoint(torch.nn.functional.dropout, x, use_reentrant=False, context_fn=same_random_numbers)
+        before = get_rng_state_remote()
+    made.sum().backward()
+    with real.activate():
+        after = get_rng_state_remote()
+    assert torch.equal(*inspect([made, x.grad]))
+    assert torch.equal(*inspect([before, after]))
 
 
 def test_results_have_the_default_dtype_of_the_controller(real):

@@ -24,7 +24,7 @@ from attrs import define
 
 from monarch.mesh.tensor.buffers import Buffers
 from monarch.mesh.tensor.direct import Direct, Jobs
-from monarch.mesh.tensor.metadata import Meta, dense_meta
+from monarch.mesh.tensor.metadata import Meta, dense_meta, plain
 from monarch.mesh.tensor.rendezvous import TIMEOUT_S, Notes, Put, bind_address, share_host, shares_memory
 from monarch.mesh.tensor.slots import Slots
 
@@ -206,6 +206,8 @@ class Group:
             MemberFailed: that was so at another member.
         """
         meta, how = reduction.meta, reduction.how
+        if shard is not None and meta.put_off is not None:
+            shard = plain(shard)
         native = how in _NATIVE and meta.dtype in _NATIVE_DTYPES
         large = _size_bytes(meta) >= DIRECT_BYTES
         if self._direct is not None and large and not reduction.scatter and how != "stack":

@@ -137,7 +137,7 @@ class Tensor(torch.Tensor):
         meta = ref.meta
         self: Tensor = _make(cls, meta.shape, meta.stride, meta.offset or None, dtype=meta.dtype, device=meta.device)
         self._ref = ref
-        return self
+        return self if meta.put_off is None else meta.mark(self)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

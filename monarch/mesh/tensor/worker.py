@@ -33,7 +33,7 @@ from monarch.mesh.tensor.commands import (
     fill,
 )
 from monarch.mesh.tensor.groups import Groups, Pending, members
-from monarch.mesh.tensor.metadata import Meta, meta_of
+from monarch.mesh.tensor.metadata import Meta, meta_of, plain
 from monarch.mesh.tensor.propagation import without_memory
 from monarch.mesh.tensor.slots import Slot, Slots, SlotsClosed, slots_here
 
@@ -270,6 +270,7 @@ class Worker(Actor):
                     f"the function returned a tensor of shape {tuple(tensor.shape)} and {tensor.dtype}, and its "
                     f"`propagate` said {meta.shape} and {meta.dtype}"
                 )
+            tensor = plain(tensor)
             if tensor.requires_grad:
                 tensor = tensor.detach()
             if tensor.stride() != meta.stride and tensor.numel():
@@ -318,7 +319,7 @@ class Worker(Actor):
     def _send(self, command: Command) -> None:
         _, ref, targets = command
         try:
-            value: Any = self._value(ref).contiguous()
+            value: Any = plain(self._value(ref)).contiguous()
         except Failed as failed:
             value = failed.failure
         for rank, slot in targets.get(self.rank, ()):
@@ -465,7 +466,7 @@ def propagated(function: Callable[..., Any], call: Any, metas: Sequence[Meta]) -
         fakes = [meta.fake(mode) for meta in metas]
         args, kwargs = pytree.tree_map(lambda leaf: fakes[leaf.i] if type(leaf) is Hole else leaf, call)
         result = function(*args, **kwargs)
-    return pytree.tree_map(lambda leaf: meta_of(leaf) if isinstance(leaf, torch.Tensor) else leaf, result)
+        return pytree.tree_map(lambda leaf: meta_of(plain(leaf)) if isinstance(leaf, torch.Tensor) else leaf, result)
 
 
 def flat_results(result: Any) -> list[Any]:

@@ -93,6 +93,29 @@ def test_views_share_memory_and_writes_show_through_them(procs):
     assert all(same(*pair) for pair in zip(found, [plain, row, turned, part], strict=True))
 
 
+def test_conjugates_and_negatives_that_torch_puts_off(procs):
+    def work(whole: Any) -> list[Any]:
+        turned = whole.conj()
+        turned[0] = 3 + 4j  # shows in the other, conjugated
+        parts = [turned.imag, turned.t().imag[0], torch.view_as_real(turned.resolve_conj()), turned.detach()]
+        parts[0].mul_(2)
+        return [whole, turned, *parts, turned + whole, turned @ turned.t(), turned.to(torch.complex128), turned.conj()]
+
+    with procs.activate():
+        made = work(torch.complex(torch.ones(2, 2), torch.arange(4.0).view(2, 2)))
+        assert [each.is_conj() for each in made[:2]] == [False, True] and made[2].is_neg()
+        found = inspect(made)
+        turned = made[1]
+        moved = inspect([turned.to_mesh(procs), turned.reduce("gpus"), turned.reduce("gpus", "stack")])
+        swapped = inspect(turned.reduce("gpus", "stack", scatter=True))
+        returned = inspect(remote(lambda x: x.conj())(turned))
+    plain = work(torch.complex(torch.ones(2, 2), torch.arange(4.0).view(2, 2)))
+    assert all(torch.allclose(*pair) for pair in zip(found, plain, strict=True))
+    turned = plain[1]
+    assert all(torch.equal(*pair) for pair in zip(moved, [turned, turned * 2, torch.stack([turned] * 2)], strict=True))
+    assert torch.equal(swapped, torch.stack([turned[0]] * 2)) and torch.equal(returned, turned.conj())
+
+
 def test_a_shape_is_changed_in_place_for_one_handle(procs):
     with procs.activate():
         base = torch.arange(6).view(2, 3)

@@ -94,7 +94,7 @@ class RootClient(ProcClient):
         if self._at_exit:
             self._cut_off += actors
         else:
-            program_end.tell_cut_off(actors)
+            program_end.tell_cut_off(actors, "the setting process_exit_timeout is how long a process may take to stop")
 
     def shutdown(self) -> Future[None]:
         """Stop everything that this client owns; idempotent."""

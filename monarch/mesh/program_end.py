@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 log = get_logger("monarch.client")
 
 _SHOWN: Final = 4
+_HINT: Final = "wait for it: get() the futures of calls, and of stop()"
 
 
 def attend_no_more(runtime: Proc) -> None:
@@ -73,13 +74,12 @@ def tell_unserved(owner: Spawner) -> None:
     _tell("exit.unserved", unserved, "their processes were not up before the program had ended")
 
 
-def tell_cut_off(actors: Sequence[str]) -> None:
+def tell_cut_off(actors: Sequence[str], hint: str = _HINT) -> None:
     """The time for the cleanups of these is over."""
-    _tell("cleanup.cut_off", actors, "they were still at this when the time to stop was over")
+    _tell("cleanup.cut_off", actors, "they were still at this when the time to stop was over", hint)
 
 
-def _tell(event: str, actors: Sequence[str], reason: str) -> None:
+def _tell(event: str, actors: Sequence[str], reason: str, hint: str = _HINT) -> None:
     if actors:
         more = f", and {len(actors) - _SHOWN} more" if len(actors) > _SHOWN else ""
-        hint = "wait for it: get() the futures of calls, and of stop()"
         log.warning(event, actors=", ".join(actors[:_SHOWN]) + more, reason=reason, hint=hint)

@@ -12,8 +12,9 @@ there is ROOM. In between, whoever has sent there waits, in the adverb, behind i
         goes on    ◄───────── ROOM ─────────────  half of the limit is left
 ```
 
-So a mailbox grows beyond the limit by what its senders send until they hear of it. Only calls count, and only who makes
-them waits: answers, values for ports, supervision and all that agents say passes by.
+Both news go the way that the call came: who casts by the agents of hosts is not dialed by each member. So a mailbox
+grows beyond the limit by what its senders send until they hear of it. Only calls count, and only who makes them waits:
+answers, values for ports, supervision and all that agents say passes by.
 
 A wait would not end if the receiver itself waited for the one who waits: because that one serves a call of the
 receiver's, say, or has it in its own full mailbox, or they flood each other. So the waiting sends a PROBE to the
@@ -79,8 +80,8 @@ class Backpressure:
         size_bytes = mailbox.weigh()
         if size_bytes <= self.limit_bytes:
             return max(self.limit_bytes, size_bytes + self.limit_bytes // 4)
-        self._proc.tell_known(sender, _FULL, (self._proc.key, instance.actor_id.number))
-        mailbox.told_full.add(sender)  # not before: nobody shall tell of room in between
+        self._proc.tell_known(sender, _FULL, (self._proc.key, instance.actor_id.number), via=envelope.via)
+        mailbox.told_full[sender] = envelope.via  # not before: nobody shall tell of room in between
         if mailbox.weigh() <= self.limit_bytes // 2:
             self.ended(instance)
         return self.limit_bytes
@@ -95,10 +96,10 @@ class Backpressure:
         told = instance.mailbox.told_full
         while told:
             try:
-                sender = told.pop()
+                sender, via = told.popitem()
             except KeyError:
                 return  # another thread tells
-            self._proc.tell_known(sender, _ROOM, (self._proc.key, instance.actor_id.number))
+            self._proc.tell_known(sender, _ROOM, (self._proc.key, instance.actor_id.number), via=via)
 
     # ---- as the sender
 

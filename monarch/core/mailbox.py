@@ -46,8 +46,9 @@ class Mailbox:
         self._behind: list[tuple[tuple[int, int], int, Callable[[], None]]] = []
         self.come_bytes = 0
         """What has come since the last `weigh`, and what it found; an upper limit of what is queued."""
-        self.told_full: set[int] = set()
-        """The processes that are to hear of room here (`backpressure`). While there are some, takers `lighten`."""
+        self.told_full: dict[int, int] = {}
+        """The processes that are to hear of room here (`backpressure`), and by which (`Envelope.via`). While there are
+        some, takers `lighten`."""
 
     def put(self, envelope: Envelope) -> Down | None:
         """Queue a call; returns why it is refused, if it is."""
@@ -166,7 +167,7 @@ class Mailbox:
             for known in (self._expected, self._waiting):
                 for sender in [s for s in known if s[0] == proc_key]:
                     del known[sender]
-            self.told_full.discard(proc_key)
+            self.told_full.pop(proc_key, None)
             self._behind = [
                 (sender, 0 if sender[0] == proc_key else seq, action) for sender, seq, action in self._behind
             ]

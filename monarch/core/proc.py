@@ -211,9 +211,11 @@ class Proc:
         """Tell an agent of `proc` something that has no answer; dropped when it is gone."""
         self.send(self._news(proc.key, agent, message), proc, may_wait=False)
 
-    def tell_known(self, key: int, *message: Any) -> None:
-        """As `tell`, to a process from which messages have come."""
-        self.send(self._news(key, PROC_AGENT, message), None, may_wait=False)
+    def tell_known(self, key: int, *message: Any, via: int = 0) -> None:
+        """As `tell`, to a process from which messages have come; by another, where they came by that."""
+        news = self._news(key, PROC_AGENT, message)
+        news.via = via
+        self.send(news, None, may_wait=False)
 
     def _news(self, key: int, agent: int, message: tuple[Any, ...]) -> Envelope:
         parts = codec.encode(message)

@@ -241,7 +241,7 @@ def test_it_knows_about_what_it_holds() -> None:
 
 def test_it_forgets_who_is_to_hear_of_room_with_his_process() -> None:
     mailbox = Mailbox(Signal())
-    mailbox.told_full |= {5, 6}
+    mailbox.told_full |= {5: 0, 6: 1}
     mailbox.forget_sender(5)
 
-    assert mailbox.told_full == {6}
+    assert mailbox.told_full == {6: 1}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from attrs import evolve
@@ -326,6 +328,24 @@ def test_messages_that_are_not_numbered_are_passed_on_as_what_they_are(net: Net)
     world = World(net, hosts=2, each=2, fan_out=2)
     world.root.relay.cast(world.call(codec.encode(())[0], 0, Kind.SPAWN), world.branches(), {})  # type: ignore[arg-type]
     until(lambda: all(member.spawned == [ACTOR] for member in world.members))
+
+
+def test_who_casts_to_a_full_mailbox_hears_of_it_by_the_agent(net: Net) -> None:
+    world = World(net, hosts=1, each=2, fan_out=1)
+    member, full = world.members[0], world.root.backpressure.full
+    member.backpressure.limit_bytes = 100
+    actor: Any = SimpleNamespace(mailbox=member.mailbox, actor_id=SimpleNamespace(number=ACTOR))
+    member._deliver_call = lambda call: (  # type: ignore[method-assign]
+        member.mailbox.put(call),
+        member.backpressure.arrived(actor, call),
+    )
+    world.cast(bytes(1000))
+    until(lambda: [*full] == [(member.key, ACTOR)])
+    while member.mailbox.take() is not None:
+        pass
+    member.backpressure.ended(actor)
+    until(lambda: not full)
+    assert world.root.gateway.peers[member.key].link is None
 
 
 def test_who_casts_waits_while_a_member_takes_nothing(net: Net) -> None:

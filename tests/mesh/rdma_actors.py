@@ -132,6 +132,18 @@ class User(Actor):
         buffer.drop().get(10)
 
     @endpoint
+    def read_until_it_fails(self, buffer: RDMABuffer, started: Any) -> str:
+        """Read again and again, and tell this process's pid after the first time; the failure."""
+        mine = bytearray(buffer.size())
+        buffer.read_into(mine).get()
+        started.send(os.getpid())
+        while True:
+            try:
+                buffer.read_into(mine).get()
+            except Exception as error:
+                return f"{type(error).__name__}: {error}"
+
+    @endpoint
     def read_into_maps(self, buffers: list[RDMABuffer]) -> list[bytes]:
         """Read each into a mapping that is closed then, while its object lives on: the next gets its place."""
         maps, found = [], []

@@ -17,8 +17,10 @@ from monarch.core import settings
 from monarch.onesided.exports import Place
 from monarch.rdma import RDMAAction, RDMABuffer, empty, get_rdma_backend
 from monarch.testing import TestClient, fresh_client
+from monarch.verbs.node import prefer
 from tests.mesh.actors import Worker
 from tests.mesh.rdma_actors import Holder, User, pattern
+from tests.verbs import cable
 
 pytestmark = pytest.mark.filterwarnings("ignore::monarch.rdma.RDMATcpFallbackWarning")
 
@@ -401,6 +403,28 @@ def test_the_fallback_warns_once_and_names_path_and_setting(pair, monkeypatch):
             buffer.read_into(bytearray(10)).get(WAIT_S)
             buffer.read_into(bytearray(10)).get(WAIT_S)
         assert [warning.filename for warning in seen] == [__file__]
+
+
+def on_the_far_device() -> None:
+    """The bootstrap of processes as on another host."""
+    prefer("nic:rxe1", settings.get("rdma_binding"))
+
+
+if "RDMA_VM" in os.environ:  # only there is a cable that may be pulled
+
+    @pytest.mark.rdma
+    def test_a_cable_that_is_pulled_fails_a_transfer_and_those_after_it_work():
+        with fresh_client("ipc", rdma_path="ibverbs"):
+            holder = this_host().spawn_procs(bootstrap=on_the_far_device).spawn("holder", Holder)
+            user = this_host().spawn_procs().spawn("user", User)
+            buffer = holder.offer.call_one(16 * MIB, 1).get(WAIT_S)
+            port, receiver = Channel[Any].open()
+            failure = user.read_until_it_fails.call_one(buffer, port)
+            receiver.recv().get(WAIT_S)
+            with cable.pulled():
+                assert "TransferError" in failure.get(WAIT_S)
+
+            assert user.read.call_one(buffer).get(WAIT_S) == pattern(1, 16 * MIB)
 
 
 def test_is_rdma_available_is_deprecated():

@@ -107,21 +107,6 @@ def test_ten_thousand_transfers(path):
                     assert checksum == expected[other][at], f"memory of {rank}, used by {other}"
 
 
-class Reader(User):
-    """Reads again and again."""
-
-    @endpoint
-    def read_until_it_fails(self, buffer: RDMABuffer, started: Any) -> str:
-        mine = bytearray(buffer.size())
-        buffer.read_into(mine, timeout=WAIT_S).get()
-        started.send(os.getpid())
-        while True:
-            try:
-                buffer.read_into(mine, timeout=WAIT_S).get()
-            except Exception as error:
-                return f"{type(error).__name__}: {error}"
-
-
 @pytest.fixture(params=PATHS)
 def client(request: pytest.FixtureRequest) -> Iterator[TestClient]:
     with fresh_client("ipc", rdma_path=request.param) as client:
@@ -134,7 +119,7 @@ def alone(cls: Any, name: str) -> Any:
 
 @pytest.mark.parametrize("kind", ["heap", "file"])
 def test_the_owner_is_killed_in_the_middle_of_a_transfer(client, kind):
-    holder, reader = alone(Holder, "holder"), alone(Reader, "reader")
+    holder, reader = alone(Holder, "holder"), alone(User, "reader")
     port, receiver = Channel[Any].open()
     pid = holder.pid.call_one().get(WAIT_S)
     failure = reader.read_until_it_fails.call_one(holder.offer.call_one(32 * MIB, 1, kind).get(WAIT_S), port)
@@ -149,7 +134,7 @@ def test_the_owner_is_killed_in_the_middle_of_a_transfer(client, kind):
 
 
 def test_the_reader_is_killed_in_the_middle_of_a_transfer(client):
-    holder, reader, other = alone(Holder, "holder"), alone(Reader, "reader"), alone(User, "other")
+    holder, reader, other = alone(Holder, "holder"), alone(User, "reader"), alone(User, "other")
     port, receiver = Channel[Any].open()
     buffer = holder.offer.call_one(32 * MIB, 1).get(WAIT_S)
     failure = reader.read_until_it_fails.call_one(buffer, port)

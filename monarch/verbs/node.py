@@ -156,9 +156,14 @@ def _close_all() -> None:
     _nodes.clear()
 
 
+_of_the_parent: list[Node | str] = []  # in a forked child, whose end is not to close them
+
+
 def _in_forked_child() -> None:
     if not _opened:
         return
+    _of_the_parent.extend(_nodes.values())
+    _nodes.clear()
     null = os.open(os.devnull, os.O_RDWR)
     for name in os.listdir("/proc/self/fd"):
         try:

@@ -3,13 +3,16 @@
 What it takes care of: importing pyverbs gives the root logger a handler and a level, which are taken back. Work
 requests leak when they are dropped, so each queue pair has one for sending, and receives are made once. Older
 versions do not tell the descriptor of a completion channel, so it is looked for. Every call holds the interpreter lock.
+An object that is collected in a forked child prints that it could not be destroyed, so there they never are.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import logging
 import os
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -69,10 +72,12 @@ class _Device(alike.Device):
         with parts.os_errors():
             context = parts.Context(name=device)
             super().__init__(context, parts.PD(context), port)
+        _made.update((self.context, self.pd))
 
     def register(self, address: int, size_bytes: int) -> Region:
         with self._parts.os_errors():
             region: Region = self._parts.MR(self.pd, size_bytes, self.access, address=address)
+        _made.add(region)
         return region
 
     def register_dmabuf(self, fd: int, offset: int, size_bytes: int, address: int) -> Region:
@@ -95,6 +100,7 @@ class _QueuePair(alike.Pair):
         cap = parts.QPCap(max_send_wr=depth, max_recv_wr=depth, max_send_sge=1, max_recv_sge=1, max_inline_data=0)
         attributes = parts.QPInitAttr(qp_type=e.IBV_QPT_RC, scq=cq, rcq=cq, cap=cap)
         super().__init__(channel, fd, cq, parts.QP(device.pd, attributes))
+        _made.update((self.channel, self.cq, self.qp))
         self._opcodes = {
             Opcode.SEND: e.IBV_WR_SEND,
             Opcode.WRITE: e.IBV_WR_RDMA_WRITE,
@@ -176,6 +182,17 @@ class _QueuePair(alike.Pair):
         attributes = self._parts.QPAttr()
         attributes.qp_state = self._parts.e.IBV_QPS_ERR
         self.qp.modify(attributes, self._parts.e.IBV_QP_STATE)
+
+
+_made: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _in_forked_child() -> None:
+    for each in _made:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+
+
+os.register_at_fork(after_in_child=_in_forked_child)
 
 
 def _event_descriptors() -> set[int]:

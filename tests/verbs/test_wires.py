@@ -148,6 +148,25 @@ def test_a_fork_leaves_the_queue_pairs_of_its_parent_alone(ends):
     assert ends.mine[:MIB] == ends.theirs[:MIB]
 
 
+FORKED = """
+import os, sys
+from monarch.verbs.node import node, prefer
+prefer(*sys.argv[1:])
+wire = node().wire(4)
+pid = os.fork()
+if pid:
+    assert os.waitpid(pid, 0)[1] == 0
+    wire.close()  # it is still there
+"""
+
+
+def test_a_fork_that_ends_as_a_program_does_has_nothing_to_say():
+    command = [sys.executable, "-c", FORKED, f"nic:{device_names()[0]}", settings.get("rdma_binding")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 def test_descriptors_do_not_leak(nodes):
     def once() -> None:
         ends = join(nodes, size=4096)

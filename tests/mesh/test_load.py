@@ -78,5 +78,7 @@ def test_memory_stays_as_it_is_over_many_calls() -> None:
             return [process.memory_info().rss for process in processes]
 
         warm = call(5_000, 50)
-        after = call(100_000, 1_000)
-        assert [b <= 1.05 * a for a, b in zip(warm, after, strict=True)] == [True, True], (warm, after)
+        small = call(100_000, 0)
+        assert [b <= 1.05 * a for a, b in zip(warm, small, strict=True)] == [True, True], (warm, small)
+        after = call(0, 1_000)  # how much shared memory goes around depends on how busy the machine is
+        assert [b <= a + (16 << 20) for a, b in zip(small, after, strict=True)] == [True, True], (small, after)

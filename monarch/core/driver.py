@@ -5,16 +5,20 @@ thread at a time. A thread that has to wait for something (a reply, a message) w
 
 - `ThreadDriver`: a side thread pumps, always. Each message costs a hop from it to the thread that waits.
 - `CallerDriver`: the thread that waits pumps until its own signal is set (the leader); others that wait meanwhile
-  follow, and one of them is promoted when the leader leaves. A side thread takes over within `_TAKE_OVER_S` whenever no
-  waiting thread leads, because they are all in user code, and gives the lead back as soon as one asks for it. A
-  follower for which the leader takes in one message after the other, and nothing for itself, inherits the lead. So a
-  call between two processes needs no thread hop, and acknowledgements never wait for user code.
+  follow. One of them, the deputy, takes over when the leader has been away for `_BACK_S`, which is most often back by
+  then. A side thread takes over within `_TAKE_OVER_S` whenever no waiting thread leads, because they are all in user
+  code, and gives the lead back as soon as one asks for it. A follower for which the leader takes in one message after
+  the other, and nothing for itself, inherits the lead. So a call between two processes needs no thread hop, and
+  acknowledgements never wait for user code.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import math
 import os
+import select
 import sys
 import threading
 import time
@@ -26,9 +30,11 @@ from typing import Final, Protocol
 from monarch.core.held import NOTHING_HELD, Held, NothingHeld, on_main_thread
 from monarch.core.spin import Spin, cpus
 from monarch.transports import ring
-from monarch.wake import OwnedFd
+from monarch.wake import OwnedFd, Wake
 
 _TAKE_OVER_S: Final = 0.010
+_BACK_S: Final = 200e-6
+"""A short endpoint takes 20 us; to wake a thread for the time, and again to give the lead back, 100 us and more."""
 _ALARMS: Final = 32
 """So often a resting side thread is spared the waking; then calls are so frequent that it had better look itself."""
 _INHERITS_AT: Final = 4
@@ -85,14 +91,26 @@ class Signal:
     def clear(self) -> None:
         self.is_set = False
 
-    def sleep(self, timeout_s: float | None) -> None:
-        """Sleep until nudged; may return early. A thread whose sleeps are short looks for a while first."""
+    def sleep(self, timeout_s: float | None, watch: Watch | None = None) -> None:
+        """Sleep until nudged; may return early. A thread whose sleeps are short looks for a while first. With a `watch`
+        that calls, too."""
         spin = _own.spin
         if self.looks and not ring.why_not and spin.pays() and self._look(spin):
             return
         began_s = time.monotonic()
-        self.sleep_at_once(timeout_s)
+        if watch is None:
+            self.sleep_at_once(timeout_s)
+        else:
+            self._keep(watch, timeout_s)
         spin.slept(time.monotonic() - began_s)
+
+    def _keep(self, watch: Watch, timeout_s: float | None) -> None:
+        self.wake = watch.nudge
+        try:
+            if not self.is_set and not self._lock.acquire(blocking=False):  # else a nudge came before
+                watch.wait(_until_look(timeout_s))
+        finally:
+            self.wake = None
 
     def _look(self, spin: Spin) -> bool:
         """Whether a nudge came meanwhile."""
@@ -111,12 +129,18 @@ class Signal:
 
     def sleep_at_once(self, timeout_s: float | None) -> None:
         """As `sleep`, on the lock only."""
-        if on_main_thread():
-            self._lock.acquire(timeout=_LOOK_S if timeout_s is None else min(max(timeout_s, 0.0), _LOOK_S))
-        elif timeout_s is None:
+        timeout_s = _until_look(timeout_s)
+        if timeout_s is None:
             self._lock.acquire()
         else:
             self._lock.acquire(timeout=min(max(timeout_s, 0.0), threading.TIMEOUT_MAX))
+
+
+def _until_look(timeout_s: float | None) -> float | None:
+    """How long this thread may sleep, of so long: see `_LOOK_S`."""
+    if not on_main_thread():
+        return timeout_s
+    return _LOOK_S if timeout_s is None else min(timeout_s, _LOOK_S)
 
 
 class _Own(threading.local):
@@ -197,6 +221,7 @@ class CallerDriver:
 
     Beside a leader that idles the side thread rests. A leader that leaves sets it an alarm, and the next one takes that
     back: so a call to an idle process wakes one thread of it and not two, which cost 100 us where processes are many.
+    So it is with the deputy, where there is one: a call to the second actor of a process does not wake the first.
     """
 
     def __init__(self) -> None:
@@ -215,6 +240,9 @@ class CallerDriver:
         self._alarms = 0  # set since then
         self._alarm = make_alarm()
         self._side_signal = Signal()
+        self._alarm_is_set = False
+        self._watch = make_watch()
+        self._deputy = threading.Lock()  # held by the follower that keeps the watch
 
     def start(self, pump: Callable[[float | None], None], wake: Callable[[], None], name: str) -> None:
         self._pump, self._wake = pump, wake
@@ -257,20 +285,37 @@ class CallerDriver:
             if self._heir in (None, signal) and self._lead.acquire(blocking=False):
                 self._heir, self._last_follower = None, 0
                 self._leads += 1
-                if self._side_rests and self._alarms <= _ALARMS:
-                    self._alarm.set(None)
+                self._take_calls_back()
                 try:
                     self._lead_until(signal, deadline_s, held)
                 finally:
                     self._led_at_s = time.monotonic()
                     self._lead.release()
-                    self._promote()
-                    if self._side_rests and self._alarms <= _ALARMS:
-                        self._alarms += 1
-                        self._alarm.set(_TAKE_OVER_S)
+                    self._go_away()
             else:
                 self._follow(signal, left_s, held)
         return signal.is_set
+
+    def _go_away(self) -> None:
+        """This thread leaves the lead, and is back soon, perhaps."""
+        if self._watch is not None and self._deputy.locked() and self._heir is None:
+            self._watch.call(_BACK_S)
+        else:
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        self._promote()
+        if self._side_rests and self._alarms <= _ALARMS:
+            self._alarms += 1
+            self._alarm_is_set = True
+            self._alarm.set(_TAKE_OVER_S)
+
+    def _take_calls_back(self) -> None:
+        if self._watch is not None and self._deputy.locked():
+            self._watch.call(None)
+        if self._alarm_is_set:
+            self._alarm_is_set = False
+            self._alarm.set(None)
 
     def _lead_until(self, signal: Signal, deadline_s: float | None, held: Held | NothingHeld) -> None:
         signal.wake = self._wake
@@ -297,7 +342,7 @@ class CallerDriver:
             if self.leads_aside or self._inherits(signal):
                 self._wake()
             if not signal.is_set and not held.noted:
-                signal.sleep(left_s)
+                self._rest(signal, left_s, held)
         finally:
             try:
                 self._followers.remove(signal)
@@ -305,6 +350,17 @@ class CallerDriver:
                 # Promoted. When the signal was set at the same moment, this thread will not lead: pass it on.
                 if signal.is_set or held.noted:
                     self._promote()
+
+    def _rest(self, signal: Signal, left_s: float | None, held: Held | NothingHeld) -> None:
+        if self._watch is None or not self._deputy.acquire(blocking=False):
+            signal.sleep(left_s)
+            return
+        try:
+            signal.sleep(left_s, self._watch)
+        finally:
+            self._deputy.release()
+            if (signal.is_set or held.noted) and not self._lead.locked():
+                self._pass_on()  # the leader is away, and nobody keeps the watch now
 
     def _inherits(self, signal: Signal) -> bool:
         """Whether this follower is to be the next leader, from now on."""
@@ -398,6 +454,9 @@ class TimerAlarm:
         self._owned = OwnedFd(fd)
         self._set = libc.timerfd_settime
 
+    def fileno(self) -> int:
+        return self._owned.fd
+
     def set(self, after_s: float | None) -> None:
         after_ns = 0 if after_s is None else max(1, int(after_s * 1e9))  # 0 sets it to never
         self._set(self._owned.fd, 0, _TIMES.pack(0, 0, *divmod(after_ns, 1_000_000_000)), None)
@@ -421,6 +480,33 @@ class ImmediateAlarm:
 
 
 _TIMES: Final = Struct("@4l")  # the period, then when: seconds and nanoseconds each
+
+
+class Watch:
+    """Where one thread waits for a call that is most often taken back, or for a nudge. Neither is the other: one that
+    is taken back takes no nudge along."""
+
+    def __init__(self, alarm: TimerAlarm) -> None:
+        """Raises: OSError."""
+        self._wake = Wake()
+        self.call = alarm.set
+        self.nudge = self._wake.set
+        self._poll = select.poll()
+        for each in (alarm, self._wake):
+            self._poll.register(each, select.POLLIN)
+
+    def wait(self, timeout_s: float | None) -> None:
+        if self._poll.poll(None if timeout_s is None else math.ceil(max(timeout_s, 0.0) * 1e3)):
+            self.call(None)
+            self._wake.clear()
+
+
+def make_watch() -> Watch | None:
+    """None where there is no such timer, or no descriptor: then nobody can be called in time."""
+    alarm = make_alarm()
+    with contextlib.suppress(OSError):
+        return Watch(alarm) if isinstance(alarm, TimerAlarm) else None
+    return None
 
 
 def make_alarm() -> Alarm:

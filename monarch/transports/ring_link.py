@@ -127,7 +127,7 @@ class RingLink:
     def send_nowait(self, frames: Sequence[Sequence[Buffer]]) -> int:
         with self._send_lock:
             stream, writer = self._stream, self._writer
-            if writer is None or stream.blocked:
+            if writer is None:
                 return self._send(frames)
             sent = pushed = 0
             while sent < len(frames) and not stream.blocked:

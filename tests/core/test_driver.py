@@ -212,7 +212,7 @@ def test_one_that_waits_leads_itself(caller: CallerDriver, links: Links) -> None
         signal = Signal()
 
         def answer(signal: Signal = signal) -> None:
-            _until(lambda: signal.wake is not None)  # only a leader has it
+            _until(lambda: bool(signal.pumping))
             links.post(signal.notify)
 
         other = _start(answer)
@@ -230,16 +230,84 @@ def test_a_follower_is_promoted_when_the_leader_leaves(caller: CallerDriver, lin
         assert caller.wait(signal, _LIMIT_S)
 
     leader = _start(lambda: wait("leader", first))
-    _until(lambda: first.wake is not None)
+    _until(lambda: bool(first.pumping))
     follower = _start(lambda: wait("follower", second))
     _until(lambda: second in caller._followers)
     links.post(first.notify)
     _join(leader)
-    _until(lambda: second.wake is not None)  # only a leader has it
+    _until(lambda: bool(second.pumping))
     links.post(second.notify)
     _join(follower)
 
     assert links.by[-2:] == [idents["leader"], idents["follower"]]
+
+
+@pytest.fixture
+def deputy(caller: CallerDriver, monkeypatch: pytest.MonkeyPatch) -> Signal:
+    """That of a thread which stands by while others lead, and is not called before the test says so."""
+    if caller._watch is None:
+        pytest.skip("there are no timers with descriptors")
+    monkeypatch.setattr("monarch.core.driver._BACK_S", 1000.0)
+    return Signal()
+
+
+def _lead_once(caller: CallerDriver, links: Links) -> None:
+    signal = Signal()
+    links.post(signal.notify)
+    assert caller.wait(signal, _LIMIT_S)
+
+
+def _stand_by(caller: CallerDriver, links: Links, deputy: Signal) -> threading.Thread:
+    """Return while nobody leads, and the deputy keeps the watch."""
+    signal = Signal()
+    leader = _start(lambda: caller.wait(signal, _LIMIT_S) and None)
+    _until(lambda: bool(signal.pumping))
+    thread = _start(lambda: caller.wait(deputy, _LIMIT_S) and None)
+    _until(lambda: deputy.wake is not None)
+    links.post(signal.notify)
+    _join(leader)
+    return thread
+
+
+def test_a_leader_that_is_back_soon_wakes_nobody(caller: CallerDriver, links: Links, deputy: Signal) -> None:
+    thread = _stand_by(caller, links, deputy)
+    for _ in range(100):
+        _lead_once(caller, links)
+    assert thread.ident not in links.by
+    assert deputy.wake is not None  # it has not moved
+    deputy.notify()
+    _join(thread)
+
+
+def test_a_deputy_leads_when_the_leader_stays_away(
+    caller: CallerDriver, links: Links, deputy: Signal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    thread = _stand_by(caller, links, deputy)
+    monkeypatch.setattr("monarch.core.driver._BACK_S", 200e-6)
+    _lead_once(caller, links)
+    links.post(deputy.notify)
+    _join(thread)
+    assert links.by[-1] == thread.ident
+
+
+def test_when_the_deputy_leaves_meanwhile_the_side_thread_takes_over(
+    caller: CallerDriver, links: Links, deputy: Signal
+) -> None:
+    thread = _stand_by(caller, links, deputy)
+    _lead_once(caller, links)
+    deputy.notify()
+    _join(thread)
+    arrived = threading.Event()
+    links.post(arrived.set)
+    assert arrived.wait(_LIMIT_S)
+
+
+def test_a_nudge_is_not_lost_with_a_call_that_is_taken_back(caller: CallerDriver, links: Links, deputy: Signal) -> None:
+    thread = _stand_by(caller, links, deputy)
+    deputy.notify()
+    for _ in range(100):
+        _lead_once(caller, links)
+    _join(thread)
 
 
 def test_when_a_promoted_follower_gives_up_another_one_leads(caller: CallerDriver) -> None:
@@ -277,7 +345,7 @@ def test_the_side_thread_gives_way_to_one_that_waits(caller: CallerDriver, links
     _until(lambda: caller.leads_aside)
     signal = Signal()
     waiter = _start(lambda: caller.wait(signal, _LIMIT_S) and None)
-    _until(lambda: signal.wake is not None)
+    _until(lambda: bool(signal.pumping))
     assert not caller.leads_aside
     links.post(signal.notify)
     _join(waiter)
@@ -302,7 +370,7 @@ def test_an_idle_process_makes_no_periodic_wake_ups(caller: CallerDriver, links:
     signal = Signal()
     if waiting:
         waiter = _start(lambda: caller.wait(signal, _LIMIT_S) and None)
-        _until(lambda: signal.wake is not None)
+        _until(lambda: bool(signal.pumping))
         _until(lambda: caller._side_rests)
     else:
         _until(lambda: caller.leads_aside and links.pumping == 1)

@@ -240,7 +240,7 @@ class CallerDriver:
         self._alarms = 0  # set since then
         self._alarm = make_alarm()
         self._side_signal = Signal()
-        self._alarm_is_set = False
+        self._side_is_alert = False
         self._watch = make_watch()
         self._deputy = threading.Lock()  # held by the follower that keeps the watch
 
@@ -301,20 +301,20 @@ class CallerDriver:
         if self._watch is not None and self._deputy.locked() and self._heir is None:
             self._watch.call(_BACK_S)
         else:
-            self._pass_on()
+            self._promote()
+            self._alert_side()
 
-    def _pass_on(self) -> None:
-        self._promote()
+    def _alert_side(self) -> None:
         if self._side_rests and self._alarms <= _ALARMS:
             self._alarms += 1
-            self._alarm_is_set = True
+            self._side_is_alert = True
             self._alarm.set(_TAKE_OVER_S)
 
     def _take_calls_back(self) -> None:
         if self._watch is not None and self._deputy.locked():
             self._watch.call(None)
-        if self._alarm_is_set:
-            self._alarm_is_set = False
+        if self._side_is_alert and self._alarms <= _ALARMS:  # the last one wakes it
+            self._side_is_alert = False
             self._alarm.set(None)
 
     def _lead_until(self, signal: Signal, deadline_s: float | None, held: Held | NothingHeld) -> None:
@@ -359,8 +359,10 @@ class CallerDriver:
             signal.sleep(left_s, self._watch)
         finally:
             self._deputy.release()
-            if (signal.is_set or held.noted) and not self._lead.locked():
-                self._pass_on()  # the leader is away, and nobody keeps the watch now
+            if not self._lead.locked():  # the leader is away, and nobody keeps the watch now
+                self._alert_side()
+                if signal.is_set or held.noted:
+                    self._promote()
 
     def _inherits(self, signal: Signal) -> bool:
         """Whether this follower is to be the next leader, from now on."""

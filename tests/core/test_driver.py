@@ -341,6 +341,21 @@ def test_the_side_thread_takes_over_while_every_waiter_is_in_user_code(caller: C
         assert links.by[-1] == caller.thread.ident
 
 
+def test_the_side_thread_takes_over_after_many_calls_in_a_row(caller: CallerDriver, links: Links) -> None:
+    _until(lambda: caller.leads_aside)
+    for _ in range(3):
+        first = Signal()
+        idle = _start(lambda signal=first: caller.wait(signal, _LIMIT_S) and None)
+        _until(lambda: caller._side_rests)
+        links.post(first.notify)
+        _join(idle)
+        for _ in range(100):
+            _lead_once(caller, links)
+        arrived = threading.Event()
+        links.post(arrived.set)
+        assert arrived.wait(_LIMIT_S)
+
+
 def test_the_side_thread_gives_way_to_one_that_waits(caller: CallerDriver, links: Links) -> None:
     _until(lambda: caller.leads_aside)
     signal = Signal()

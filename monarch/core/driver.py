@@ -241,7 +241,7 @@ class CallerDriver:
         self._alarm = make_alarm()
         self._side_signal = Signal()
         self._side_is_alert = False
-        self._watch = make_watch()
+        self._watch: Watch | None = make_watch()
         self._deputy = threading.Lock()  # held by the follower that keeps the watch
 
     def start(self, pump: Callable[[float | None], None], wake: Callable[[], None], name: str) -> None:
@@ -298,8 +298,9 @@ class CallerDriver:
 
     def _go_away(self) -> None:
         """This thread leaves the lead, and is back soon, perhaps."""
-        if self._watch is not None and self._deputy.locked() and self._heir is None:
-            self._watch.call(_BACK_S)
+        watch = self._watch
+        if watch is not None and self._deputy.locked() and self._heir is None:
+            watch.call(_BACK_S)
         else:
             self._promote()
             self._alert_side()
@@ -311,8 +312,9 @@ class CallerDriver:
             self._alarm.set(_TAKE_OVER_S)
 
     def _take_calls_back(self) -> None:
-        if self._watch is not None and self._deputy.locked():
-            self._watch.call(None)
+        watch = self._watch
+        if watch is not None and self._deputy.locked():
+            watch.call(None)
         if self._side_is_alert and self._alarms <= _ALARMS:  # the last one wakes it
             self._side_is_alert = False
             self._alarm.set(None)
@@ -352,11 +354,12 @@ class CallerDriver:
                     self._promote()
 
     def _rest(self, signal: Signal, left_s: float | None, held: Held | NothingHeld) -> None:
-        if self._watch is None or not self._deputy.acquire(blocking=False):
+        watch = self._watch
+        if watch is None or not self._deputy.acquire(blocking=False):
             signal.sleep(left_s)
             return
         try:
-            signal.sleep(left_s, self._watch)
+            signal.sleep(left_s, watch)
         finally:
             self._deputy.release()
             if not self._lead.locked():  # the leader is away, and nobody keeps the watch now
@@ -420,7 +423,8 @@ class CallerDriver:
         self._stopping = True
         self._wake()
         self._side_signal.nudge()
-        alarm, self._alarm = self._alarm, ImmediateAlarm()  # the descriptor goes with whoever uses it still
+        self._watch = None
+        alarm, self._alarm = self._alarm, ImmediateAlarm()  # the descriptors go with whoever uses them still
         for each in (alarm, self._alarm):
             each.set(0.0)
         for signal in list(self._followers):

@@ -184,7 +184,9 @@ def test_a_peer_that_is_gone_is_never_accepted_again_and_does_not_dial_wildly(ne
     at_a, at_b = net.port(a), net.port(b)
     send(a, b, at_b[0], b"hello")
     until(lambda: at_b[1].got)
-    a.gateway.peers.declare_gone(b.proc_id, Down("unreachable", "it is said to be gone"))
+    gone = Down("unreachable", "it is said to be gone")
+    a.gateway.call_later(0.0, lambda: a.gateway.peers.declare_gone(b.proc_id, gone))  # by the thread that drives
+    until(lambda: peer(a, b).down is not None)
     send(b, a, at_a[0], b"I live", reply_port=at_b[0])
     until(lambda: at_b[1].bounces)
 

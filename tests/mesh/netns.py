@@ -94,6 +94,8 @@ def network(count: int) -> Iterator[list[Host]]:
     finally:
         for host in hosts:
             subprocess.run(["ip", "netns", "del", host.namespace], check=False, capture_output=True)
+            # A namespace lives on while its kernel still wants to say something over a cable that is cut.
+            subprocess.run(["ip", "link", "del", host.cable], check=False, capture_output=True)
         subprocess.run(["ip", "link", "del", bridge], check=False, capture_output=True)
 
 

@@ -14,23 +14,16 @@ thread at a time. A thread that has to wait for something (a reply, a message) w
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import math
-import os
-import select
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from struct import Struct
 from typing import Final, Protocol
 
+from monarch.core.alarm import ImmediateAlarm, Watch, make_alarm, make_watch
 from monarch.core.held import NOTHING_HELD, Held, NothingHeld, on_main_thread
 from monarch.core.spin import Spin, cpus
 from monarch.transports import ring
-from monarch.wake import OwnedFd, Wake
 
 _TAKE_OVER_S: Final = 0.010
 _BACK_S: Final = 200e-6
@@ -241,7 +234,7 @@ class CallerDriver:
         self._alarm = make_alarm()
         self._side_signal = Signal()
         self._side_is_alert = False
-        self._watch: Watch | None = make_watch()
+        self._watch: Watch | None = make_watch(make_alarm())
         self._deputy = threading.Lock()  # held by the follower that keeps the watch
 
     def start(self, pump: Callable[[float | None], None], wake: Callable[[], None], name: str) -> None:
@@ -429,99 +422,13 @@ class CallerDriver:
             each.set(0.0)
         for signal in list(self._followers):
             signal.nudge()
-        if threading.current_thread() is not self.thread:
-            self.thread.join(_JOIN_LIMIT_S)
-            if self._leader == threading.get_ident():
-                return  # called from inside the pump
-        else:
+        if threading.current_thread() is self.thread:
             return
-        if self._lead.acquire(
-            timeout=_LEAD_LIMIT_S
-        ):  # whoever leads is out of the pump: what it polls may be closed now
-            self._lead.release()
-
-
-class Alarm(Protocol):
-    """Wakes one thread after a time."""
-
-    def set(self, after_s: float | None) -> None:
-        """Ring after so long, and not when it was to ring before; None: never."""
-        ...
-
-    def wait(self) -> None:
-        """Until it rings, which may have been before."""
-        ...
-
-
-class TimerAlarm:
-    """By the kernel: to set it wakes nobody, and takes 1 us."""
-
-    def __init__(self, libc: ctypes.CDLL, fd: int) -> None:
-        self._owned = OwnedFd(fd)
-        self._set = libc.timerfd_settime
-
-    def fileno(self) -> int:
-        return self._owned.fd
-
-    def set(self, after_s: float | None) -> None:
-        after_ns = 0 if after_s is None else max(1, int(after_s * 1e9))  # 0 sets it to never
-        self._set(self._owned.fd, 0, _TIMES.pack(0, 0, *divmod(after_ns, 1_000_000_000)), None)
-
-    def wait(self) -> None:
-        os.read(self._owned.fd, 8)
-
-
-class ImmediateAlarm:
-    """Where there are no such timers it rings at once."""
-
-    def __init__(self) -> None:
-        self._signal = Signal()
-
-    def set(self, after_s: float | None) -> None:
-        if after_s is not None:
-            self._signal.nudge()
-
-    def wait(self) -> None:
-        self._signal.sleep(None)
-
-
-_TIMES: Final = Struct("@4l")  # the period, then when: seconds and nanoseconds each
-
-
-class Watch:
-    """Where one thread waits for a call that is most often taken back, or for a nudge. Neither is the other: one that
-    is taken back takes no nudge along."""
-
-    def __init__(self, alarm: TimerAlarm) -> None:
-        """Raises: OSError."""
-        self._wake = Wake()
-        self.call = alarm.set
-        self.nudge = self._wake.set
-        self._poll = select.poll()
-        for each in (alarm, self._wake):
-            self._poll.register(each, select.POLLIN)
-
-    def wait(self, timeout_s: float | None) -> None:
-        if self._poll.poll(None if timeout_s is None else math.ceil(max(timeout_s, 0.0) * 1e3)):
-            self.call(None)
-            self._wake.clear()
-
-
-def make_watch() -> Watch | None:
-    """None where there is no such timer, or no descriptor: then nobody can be called in time."""
-    alarm = make_alarm()
-    with contextlib.suppress(OSError):
-        return Watch(alarm) if isinstance(alarm, TimerAlarm) else None
-    return None
-
-
-def make_alarm() -> Alarm:
-    if sys.platform == "linux":
-        libc = ctypes.PyDLL(None)
-        fd = libc.timerfd_create(time.CLOCK_MONOTONIC, os.O_CLOEXEC)
-        if fd >= 0:
-            return TimerAlarm(libc, fd)
-    return ImmediateAlarm()
+        self.thread.join(_JOIN_LIMIT_S)
+        if self._leader == threading.get_ident():
+            return  # called from inside the pump
+        if self._lead.acquire(timeout=_LEAD_LIMIT_S):
+            self._lead.release()  # whoever led is out of the pump: what it polls may be closed now
 
 
 def make_driver(name: str) -> Driver:

@@ -13,14 +13,8 @@ from typing import Any
 
 import pytest
 
-from monarch.core.driver import (
-    CallerDriver,
-    ImmediateAlarm,
-    Signal,
-    ThreadDriver,
-    make_alarm,
-    make_driver,
-)
+from monarch.core.alarm import ImmediateAlarm, make_alarm
+from monarch.core.driver import CallerDriver, Signal, ThreadDriver, make_driver
 from monarch.wake import Wake
 from tests.until import until
 

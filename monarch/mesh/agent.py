@@ -18,24 +18,20 @@ from attrs import define, evolve
 
 from monarch.core import codec, settings
 from monarch.core.envelope import Envelope
-from monarch.core.future import Future
 from monarch.core.ids import ActorId
 from monarch.core.instance import Instance
 from monarch.core.monitor import Down
 from monarch.core.proc import run_on_thread
 from monarch.launch import stack_signal
-from monarch.log import get_logger
-from monarch.mesh.context import ActorInstance, CreatorInstance, Spawner
+from monarch.mesh.context import ActorInstance, CreatorInstance
 from monarch.mesh.dispatch import ActorBehavior
 from monarch.mesh.inspector import ACTOR_THREAD
+from monarch.mesh.ownership import release_owned
 from monarch.mesh.shape import Point
 
 if TYPE_CHECKING:
     from monarch.mesh.mesh_proc import MeshProc
-    from monarch.mesh.ownership import Owned
     from monarch.mesh.proc_mesh import ProcMesh
-
-log = get_logger("monarch.agent")
 
 _TELL_BEFORE: Final = 0.75  # what will be cut off, is told when so much of the time for it is over
 
@@ -238,20 +234,3 @@ def _unfinished(actor: Instance) -> str:
     since = [(each.endpoint, each.for_s, datetime.fromtimestamp(each.since_s)) for each in running]
     doing = " and ".join(f"{name} has been running for {for_s:.1f} s, since {at:%H:%M:%S}" for name, for_s, at in since)
     return f"{actor.member} ({doing})"
-
-
-def stop_owned(owner: Spawner, down: Down) -> dict[Owned, Future[None]]:
-    """Stop what `owner` owns, the youngest first."""
-    on_release, owner.on_release = owner.on_release, None
-    if on_release is not None:
-        on_release(down)
-    return {each: each.stop(f"its owner ended: {down.reason}") for each in reversed(list(owner.owned.values()))}
-
-
-def release_owned(owner: Spawner, down: Down) -> None:
-    """Stop what `owner` owns, and wait for it, `release_timeout_s` for each mesh."""
-    for mesh, stop in stop_owned(owner, down).items():
-        try:
-            stop.get(timeout=owner.proc_runtime.release_timeout_s)
-        except Exception as error:
-            log.warning("release.failed", owner=str(owner), mesh=mesh.name, error=str(error))

@@ -22,7 +22,6 @@ from monarch.launch import stack_signal
 from monarch.log import get_logger, show_what_was_asked_for
 from monarch.mesh import context as context_module
 from monarch.mesh import controllers, debug_service, program_end
-from monarch.mesh.agent import release_owned, stop_owned
 from monarch.mesh.console import Console
 from monarch.mesh.context import NOWHERE, Context, set_client_context
 from monarch.mesh.faults import Faults, end_as_interrupted, was_interrupted
@@ -32,6 +31,7 @@ from monarch.mesh.inspector import Collector
 from monarch.mesh.mesh_proc import MeshProc
 from monarch.mesh.network import through
 from monarch.mesh.outputs import Outputs
+from monarch.mesh.ownership import release_owned, stop_owned
 from monarch.mesh.proc_client import ProcClient
 from monarch.mesh.threads import ThreadStarter
 from monarch.mesh.undeliverable import Undeliverable

@@ -16,11 +16,14 @@ from monarch.core.future import Future
 from monarch.core.ids import ProcId
 from monarch.core.monitor import Down
 from monarch.core.proc import PROC_AGENT, Proc
+from monarch.log import get_logger
 from monarch.mesh.casting import send_to_all
 from monarch.supervision.failure import Member, MeshFailure
 
 if TYPE_CHECKING:
     from monarch.mesh.context import Spawner
+
+log = get_logger("monarch.ownership")
 
 
 class Owned(Protocol):
@@ -244,3 +247,20 @@ class Books:
                 for each in owned:
                     if isinstance(each, OwnedProcs):
                         each.proc_gone(key, down)
+
+
+def stop_owned(owner: Spawner, down: Down) -> dict[Owned, Future[None]]:
+    """Stop what `owner` owns, the youngest first."""
+    on_release, owner.on_release = owner.on_release, None
+    if on_release is not None:
+        on_release(down)
+    return {each: each.stop(f"its owner ended: {down.reason}") for each in reversed(list(owner.owned.values()))}
+
+
+def release_owned(owner: Spawner, down: Down) -> None:
+    """Stop what `owner` owns, and wait for it, `release_timeout_s` for each mesh."""
+    for mesh, stop in stop_owned(owner, down).items():
+        try:
+            stop.get(timeout=owner.proc_runtime.release_timeout_s)
+        except Exception as error:
+            log.warning("release.failed", owner=str(owner), mesh=mesh.name, error=str(error))

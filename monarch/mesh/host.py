@@ -172,6 +172,7 @@ _PRELOAD_FOR = {"tcp": ("pynng",), "tls+tcp": ("pynng",)}
 
 @define(eq=False)
 class _Launched:
+    proc: ProcId  # with this process as its keeper
     request: LaunchRequest
     owner: ActorId
     running: Running | None = None
@@ -241,30 +242,29 @@ class HostAgent:
         """Start processes; returns at once. What goes wrong shows as the end of the process."""
         runtime = self._runtime
         config = settings.export() if self.config is None else self.config
-        ways = dict(runtime.gateway.ways.secrets)
+        gateway = runtime.gateway
+        ways, proxy = dict(gateway.ways.secrets), gateway.ways.proxy
+        where = (runtime.root, gateway.transport.scheme, self._listen, runtime.secret, ways, proxy, self.path)
         starts: list[Start] = []
         launched: list[_Launched] = []
         for request in requests:
             proc = evolve(request.proc, keeper=runtime.proc_id)
             runtime.locator.launch(proc)
-            each = _Launched(request, owner)
+            each = _Launched(proc, request, owner)
             with self._lock:
                 self._procs[proc.key] = each
             launched.append(each)
-            scheme = runtime.gateway.transport.scheme
-            proxy = runtime.gateway.ways.proxy
-            where = (runtime.root, scheme, self._listen, runtime.secret, ways, proxy, self.path)
             output = None if request.origin is None else self._outputs.open(proc.key, request.origin)
             facts = (*where, config, request.has_setup, None if output is None else request.origin)
             boot = Boot(proc, *facts, actor_config.prefix_python_logs_with_actor)
-            on_exit = partial(self._outputs.ended, proc.key, partial(self._on_exit, proc, each))
-            link = tuple(runtime.gateway.hand_down()) if request.command is None else ()
+            on_exit = partial(self._outputs.ended, proc.key, partial(self._on_exit, each))
+            link = tuple(gateway.hand_down()) if request.command is None else ()
             starts.append(Start(request, boot, on_exit, output, link))
         limit_s = settings.get("mesh_proc_spawn_max_idle")
         for each, running in zip(launched, self._starter.start(starts), strict=True):
             each.running = running
-        runtime.gateway.call_later(limit_s, lambda: self._end_the_silent(launched, limit_s))
-        runtime.gateway.call_later(_STARVED_S, lambda: self._end_the_unlinked(launched))
+        gateway.call_later(limit_s, lambda: self._end_the_silent(launched, limit_s))
+        gateway.call_later(_STARVED_S, lambda: self._end_the_unlinked(launched))
 
     def residents(self) -> list[Resident]:
         """The processes of this host, in the order of their launch."""
@@ -272,18 +272,17 @@ class HostAgent:
         with self._lock:
             launched = list(self._procs.values())
         for each in launched:
-            peer = self._runtime.gateway.peers.get(each.request.proc.key)
-            proc = evolve(each.request.proc, keeper=self._runtime.proc_id)
+            peer = self._runtime.gateway.peers.get(each.proc.key)
             pid = None if each.running is None else each.running.pid
             up = peer is not None and peer.state is not State.NEW
             name = each.request.title.removeprefix("monarch: ")
             linked = peer is not None and peer.state is State.UP
-            found.append(Resident(proc, name, pid, up, linked, each.stopping is not None))
+            found.append(Resident(each.proc, name, pid, up, linked, each.stopping is not None))
         return found
 
     def _not_up(self, launched: Sequence[_Launched]) -> list[_Launched]:
         peers = self._runtime.gateway.peers
-        found = [(each, peers.get(each.request.proc.key)) for each in launched if each.down is None]
+        found = [(each, peers.get(each.proc.key)) for each in launched if each.down is None]
         return [each for each, peer in found if peer is not None and peer.state is State.NEW]
 
     def _end_the_silent(self, launched: Sequence[_Launched], limit_s: float) -> None:
@@ -294,28 +293,33 @@ class HostAgent:
     def _end_the_unlinked(self, launched: Sequence[_Launched]) -> None:
         """They would try until they are silent for too long, and have no chance."""
         left, gateway = self._not_up(launched), self._runtime.gateway
+        if not left:
+            return
         starved = gateway.starved
-        if left and starved is None:
+        if starved is None:
             gateway.call_later(_STARVED_S, lambda: self._end_the_unlinked(left))
-        elif starved is not None:
-            scheme, linked = gateway.transport.scheme, len(self._procs) - len(left)
-            why = explain(starved, f"process {os.getpid()}, which starts it, has no descriptor left for a link to it")
-            advice = "Raise that limit before the program starts"
-            advice += "" if scheme in ("ipc", "shm") else ", or take the transport shm, which needs fewer descriptors"
-            for each in left:
-                text = f"{why}; {linked} other processes are linked over {scheme}. {advice}"
-                self._give_up(each, f"process {each.request.title} cannot come up: {text}")
+            return
+        why = f"process {os.getpid()}, which starts it, has no descriptor left for a link to it"
+        scheme, linked = gateway.transport.scheme, len(self._procs) - len(left)
+        others = "" if scheme in ("ipc", "shm") else ", or take the transport shm, which needs fewer descriptors"
+        text = (
+            f"{explain(starved, why)}; {linked} other processes are linked over {scheme}. "
+            f"Raise that limit before the program starts{others}"
+        )
+        for each in left:
+            self._give_up(each, f"process {each.request.title} cannot come up: {text}")
 
     def _give_up(self, launched: _Launched, why: str) -> None:
         launched.down = Down("unreachable", why)
         if launched.running is not None:
             launched.running.kill(9)
 
-    def _on_exit(self, proc: ProcId, launched: _Launched, exit: Exit) -> None:
+    def _on_exit(self, launched: _Launched, exit: Exit) -> None:
         """On whatever thread closes or pumps the launcher; the driving thread alone reads the last words of a link."""
-        self._runtime.gateway.call_later(0.0, lambda: self._exited(proc, launched, exit))
+        self._runtime.gateway.call_later(0.0, lambda: self._exited(launched, exit))
 
-    def _exited(self, proc: ProcId, launched: _Launched, exit: Exit) -> None:
+    def _exited(self, launched: _Launched, exit: Exit) -> None:
+        proc = launched.proc
         down = launched.down = launched.down or _down_of(exit, launched.stopping, launched.signalled)
         runtime = self._runtime
 
@@ -412,8 +416,7 @@ class HostAgent:
         for launched in stopping:
             if launched.stopping is None:
                 launched.stopping = reason
-                proc = evolve(launched.request.proc, keeper=self._runtime.proc_id)
-                self._runtime.tell(proc, "stop_all", reason)
+                self._runtime.tell(launched.proc, "stop_all", reason)
         left_s = min(settings.get("cleanup_timeout"), grace_s / 2)
         self._runtime.gateway.call_later(grace_s - left_s, lambda: self._cut_short(stopping, reason, left_s))
         self._runtime.gateway.call_later(grace_s, lambda: self._insist(stopping, 15))
@@ -438,8 +441,7 @@ class HostAgent:
     def _cut_short(self, launched: Sequence[_Launched], reason: str, left_s: float) -> None:
         for each in launched:
             if each.down is None:
-                proc = evolve(each.request.proc, keeper=self._runtime.proc_id)
-                self._runtime.tell(proc, "cut_short", reason, left_s)
+                self._runtime.tell(each.proc, "cut_short", reason, left_s)
 
     def _insist(self, stopping: list[_Launched], signum: int) -> None:
         for launched in stopping:

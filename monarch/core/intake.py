@@ -79,7 +79,7 @@ class Intake:
             session.received = received  # an interrupt: this frame comes again on the next link
             raise
         if peer.waiting_for_room:
-            peer.make_room()
+            peer.tell_of_room()
         if session.ack_due(now_s):
             peer.say(FrameType.ACK)
         elif session.owes_ack:

@@ -215,8 +215,8 @@ class Peer:
             self.waiting_for_room.remove(notify)
             return False
 
-    def make_room(self) -> None:
-        """The peer has confirmed something, and there are those who wait for room."""
+    def tell_of_room(self) -> None:
+        """The peer has confirmed something: call those who wait for room, if there is some."""
         with self.lock:
             if self.session.unacked_bytes > self.send_buffer_bytes // 2:
                 return

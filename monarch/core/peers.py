@@ -123,7 +123,7 @@ class Peers:
                 limits = self._limits
                 soon_bytes = min(ACK_AT_BYTES, limits.send_buffer_bytes // 4)  # others wait for room, too
                 session = Session(limits.ack_every_n, limits.ack_interval_s, soon_bytes)
-                peer = Peer(proc, session, self._poller, self._limits.send_buffer_bytes, self._cork)
+                peer = Peer(proc, session, self._poller, limits.send_buffer_bytes, self._cork)
                 self._by_key[key] = peer
             return peer
 

@@ -149,7 +149,7 @@ def _be_reachable(runtime: MeshProc, url: str, secret: bytes | None) -> None:
         runtime.gateway.ways.secrets[domain] = secret
         runtime.locator.openings.append((opening, secret))
         for peer in runtime.gateway.peers:
-            if peer.proc.keeper is not None and peer.proc.keeper.key == runtime.key:
+            if runtime.gateway.peers.keeps(peer.proc):
                 runtime.tell(peer.proc, "join", dict(runtime.gateway.ways.secrets))
     log.info("client.reachable", address=place.url, by=url)
 

@@ -128,6 +128,7 @@ def _let_handlers_end(thread: int) -> None:
 
 
 def _meets_a_failure(thread: int) -> bool:
+    """Whether it handles an error of ours now, or waits for a call that has its answer, and is about to raise that."""
     handled: Any = sys._current_exceptions().get(thread)
     if isinstance(handled[1] if isinstance(handled, tuple) else handled, MonarchError):
         return True

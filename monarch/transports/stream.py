@@ -125,7 +125,7 @@ class StreamLink:
     def send_nowait(self, frames: Sequence[Sequence[Buffer]]) -> int:
         with self._send_lock:
             if self._is_shut:
-                raise self._end or LinkClosed(f"the link to {self.peer} is closed")
+                raise self._why_shut()
             taken = self._room_for(frames) if len(frames) > 1 or self._out else len(frames)
             if taken:
                 self._send(self.encode(frames if taken == len(frames) else frames[:taken]))
@@ -137,16 +137,19 @@ class StreamLink:
         """As `send_nowait`, for what `encode` has returned; taken whatever the queue."""
         with self._send_lock:
             if self._is_shut:
-                raise self._end or LinkClosed(f"the link to {self.peer} is closed")
+                raise self._why_shut()
             self._send(buffers)
 
     def send_empty(self, at_once: Callable[[int], bool]) -> None:
         """A frame of no parts; through `at_once(fileno)` where nothing is in its way, if that says it is done."""
         with self._send_lock:
             if self._is_shut:
-                raise self._end or LinkClosed(f"the link to {self.peer} is closed")
+                raise self._why_shut()
             if self._out or not at_once(self._fd):
                 self._send(encode([]))
+
+    def _why_shut(self) -> Exception:
+        return self._end or LinkClosed(f"the link to {self.peer} is closed")
 
     def _send(self, buffers: list[Buffer]) -> None:
         if len(buffers) == 1 and not self._out:  # the common case: a small frame, and room for it

@@ -32,6 +32,12 @@ def quick_net() -> Iterator[Net]:
     yield from _net("inproc", "caller")
 
 
+@pytest.fixture
+def shm_net() -> Iterator[Net]:
+    """For what depends on memory that is lent."""
+    yield from _net("shm", "caller")
+
+
 def _net(scheme: str, driver: str) -> Iterator[Net]:
     before = set(threading.enumerate())
     net = Net(scheme, driver)

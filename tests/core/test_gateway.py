@@ -420,11 +420,10 @@ def test_a_peer_that_does_not_read_makes_senders_wait_and_nothing_is_lost(net: N
     until(lambda: not peer(a, b).outbox and not peer(a, b).waiting_for_room)
 
 
-def test_a_peer_that_takes_nothing_in_is_full_however_little_its_link_holds() -> None:
+def test_a_peer_that_takes_nothing_in_is_full_however_little_its_link_holds(shm_net: Net) -> None:
     """What is lent over shared memory takes no more of a link than a small frame."""
-    net = Net("shm")
-    a, b = net.proc("a", send_buffer_bytes=8 << 20), net.proc("b")
-    number, at_b = net.port(b)
+    a, b = shm_net.proc("a", send_buffer_bytes=8 << 20), shm_net.proc("b")
+    number, at_b = shm_net.port(b)
     at_b.gate.clear()
     count, sent = 40, 0
 
@@ -443,7 +442,6 @@ def test_a_peer_that_takes_nothing_in_is_full_however_little_its_link_holds() ->
         at_b.gate.set()
     _join(sender)
     until(lambda: len(at_b.got) == count)
-    net.close()
 
 
 def test_senders_that_wait_for_room_hear_of_the_end(net: Net) -> None:

@@ -458,7 +458,8 @@ def engine_of(mesh: ProcMesh) -> Engine:
     """The engine of the mesh that `mesh` is a view of, for the current actor; the first call spawns its workers.
 
     Raises:
-        TypeError: it is no mesh of processes. RuntimeError: it was stopped.
+        TypeError: it is no mesh of processes.
+        RuntimeError: it was stopped.
     """
     root: Any = getattr(mesh, "_root", None)
     if root is None:

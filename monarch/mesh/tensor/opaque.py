@@ -58,7 +58,8 @@ class RemoteProcessGroup:
         device_mesh: whose workers make it.
 
     Raises:
-        KeyError: the mesh has no such dimension. TypeError: it is none.
+        KeyError: the mesh has no such dimension.
+        TypeError: `device_mesh` is no mesh.
     """
 
     def __init__(self, dims: str | Sequence[str], device_mesh: ProcMesh) -> None:

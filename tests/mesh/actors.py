@@ -384,7 +384,7 @@ class AsyncCleaner(Actor):
 
     @endpoint
     async def work_for_ever(self, ready: Port[Any]) -> None:
-        await AsyncCleaner.wait_for_ever._method(self, ready)
+        await self.wait_for_ever(ready)
 
     @concurrent_endpoint
     async def wait_for_ever(self, ready: Port[Any]) -> None:

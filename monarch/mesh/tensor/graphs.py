@@ -134,7 +134,7 @@ def _token(leaf: Any) -> Any:
 
 def _record(function: Any, args: Any, kwargs: Any, place: Place, tensors: list[Tensor]) -> tuple[Any, _Recorded]:
     engine = place.lane.engine
-    if engine.recorder is not None and engine.recorder.thread == get_ident():
+    if (running := engine.recorder) is not None and running.thread == get_ident():  # others may end theirs meanwhile
         raise NotImplementedError("a compiled function inside of another is planned")
     with engine.recording:
         recorder = engine.recorder = Recorder(place)

@@ -211,21 +211,22 @@ class Tensor(torch.Tensor):
         raise value_refused()
 
     def __copy__(self) -> Tensor:
-        twin: Any = Tensor(self._ref).requires_grad_(self.requires_grad)
-        if isinstance(self, torch.nn.Parameter):
-            twin._is_param = True
-        return twin  # type: ignore[no-any-return]
+        return self._as_this(Tensor(self._ref))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if not self.is_leaf:
             raise RuntimeError("only tensors that are no results of autograd can be copied with deepcopy")
-        twin: Any = self.detach().clone().requires_grad_(self.requires_grad)
-        if isinstance(self, torch.nn.Parameter):
-            twin._is_param = True
-        memo[id(self)] = twin
+        twin = memo[id(self)] = self._as_this(self.detach().clone())
         if self.grad is not None:
             twin.grad = self.grad.detach().clone()
         return twin
+
+    def _as_this(self, twin: Any) -> Tensor:
+        """`twin`, which is a parameter, and has gradients, where this does."""
+        twin.requires_grad_(self.requires_grad)
+        if isinstance(self, torch.nn.Parameter):
+            twin._is_param = True
+        return twin  # type: ignore[no-any-return]
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         dims = dict(self._ref.place.lane.mesh.sizes)

@@ -373,8 +373,8 @@ def _add_rdma(commands: Commands) -> None:
 def _rdma_check(args: argparse.Namespace) -> int:
     settings = import_module("monarch.core.settings")
     target = args.target or settings.get("rdma_ibverbs_target")
-    disabled = "rdma_disable_ibverbs is set" if settings.get("rdma_disable_ibverbs") else ""
-    import_module("monarch.verbs.node").prefer(target, settings.get("rdma_binding"), disabled)
+    disabled = settings.get("rdma_disable_ibverbs")
+    import_module("monarch.verbs.node").prefer(target, settings.get("rdma_binding"), disabled=disabled)
     report = import_module("monarch.onesided.check").Report()
     for line in report.lines():
         print(line, flush=True)

@@ -53,7 +53,7 @@ class MeshProc(Proc):
         prefer_device(
             settings.get("rdma_ibverbs_target"),
             settings.get("rdma_binding"),
-            "rdma_disable_ibverbs is set" if settings.get("rdma_disable_ibverbs") else "",
+            disabled=settings.get("rdma_disable_ibverbs"),
         )
         self.cleanup_timeout_s = settings.get("cleanup_timeout")
         self.release_timeout_s = settings.get("process_exit_timeout")

@@ -117,11 +117,11 @@ _lock = threading.Lock()
 
 _opened: list[str] = []  # devices that this process has used
 _preferred = ("", "auto")
-_disabled = ""
+_disabled = False
 
 
-def prefer(target: str, binding: str, disabled: str = "") -> None:
-    """Which device and binding `node` takes from now on (see `devices.choose` and `find_binding`), or why none."""
+def prefer(target: str, binding: str, *, disabled: bool = False) -> None:
+    """Which device and binding `node` takes from now on (see `devices.choose` and `find_binding`), or none."""
     global _preferred, _disabled
     _preferred, _disabled = (target, binding), disabled
 
@@ -133,7 +133,7 @@ def node() -> Node:
         NotViable: there is none; says why.
     """
     if _disabled:
-        raise NotViable(_disabled)
+        raise NotViable("rdma_disable_ibverbs is set")
     preferred = _preferred
     with _lock:
         found = _nodes.get(preferred)

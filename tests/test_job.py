@@ -114,6 +114,17 @@ def test_a_worker_that_ends_before_it_listens_is_not_waited_for(client: TestClie
     job.kill()
 
 
+def test_a_job_whose_workers_have_ended_starts_others(client: TestClient, tmp_path: Path) -> None:
+    broken = tmp_path / "monarch.py"
+    broken.write_text("raise SystemExit(3)")
+    job = ProcessJob({"hosts": 1}, env={"PYTHONPATH": str(tmp_path)})
+    with pytest.raises(RuntimeError, match="attach failed"):
+        job.state(cached_path=None).hosts.initialized.get(LIMIT_S)
+    broken.unlink()
+    assert job.state(cached_path=None).hosts.initialized.get(LIMIT_S) and job.active
+    job.kill()
+
+
 @pytest.mark.parametrize("meshes", [{}, {"hosts": 0}, {"hosts": "two"}])
 def test_bad_numbers_of_hosts_are_refused(meshes: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="at least 1"):

@@ -52,6 +52,8 @@ class LoginJob(JobTrait):
         self._lasting = lasting
         if not self._names:
             raise ValueError("this job has no hosts: add_mesh(NAME, [HOST, ...]) first")
+        if not self._is_alive():
+            self._kill()  # what is left of workers that were started before
         for hosts in self._names.values():
             for host in hosts:
                 if host not in self._started:
@@ -117,15 +119,17 @@ class SSHJob(LoginJob):
         worker = ["worker", "--listen", f"{address}@tcp://0.0.0.0:{self._port}", "--secret-from-stdin", "--until-eof"]
         command = [*self._ssh, "-T", name, shlex.join([self._python, "-m", "monarch", *worker])]
         reads, writes = os.pipe()
-        os.write(writes, self._secret + b"\n")
-        if self._lasting:
-            held = ["/bin/sh", "-c", _HOLD, "sh", *command]
-            process = subprocess.Popen(held, stdin=reads, pass_fds=[writes], start_new_session=True)
+        try:
+            os.write(writes, self._secret + b"\n")
+            if self._lasting:
+                held = ["/bin/sh", "-c", _HOLD, "sh", *command]
+                process = subprocess.Popen(held, stdin=reads, pass_fds=[writes], start_new_session=True)
+            else:
+                process = subprocess.Popen(command, stdin=reads, start_new_session=True)
+                process.stdin = os.fdopen(os.dup(writes), "wb")
+        finally:
+            os.close(reads)
             os.close(writes)
-        else:
-            process = subprocess.Popen(command, stdin=reads, start_new_session=True)
-            process.stdin = os.fdopen(writes, "wb")
-        os.close(reads)
         self._ties.append(process)
         return ProcessState(process.pid, address)
 

@@ -38,6 +38,8 @@ class ProcessJob(JobTrait):
 
     def _create(self, *, lasting: bool) -> None:
         """Names in the kernel leave nothing behind. Lasting workers have a folder for what they print, until `kill`."""
+        if not self._is_alive():
+            self._kill()  # what is left of workers that were started before
         prefix = f"ipc://@monarch-job-{secrets.token_hex(8)}"
         if lasting:
             self._folder = tempfile.mkdtemp(prefix="monarch-job-")  # mode 0700

@@ -8,16 +8,14 @@ An owner that does not answer holds up the transfers with it, until their time i
 
 from __future__ import annotations
 
-import queue
 import sys
 import threading
 import time
-from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final, Protocol
 
-from attrs import define, field
+from attrs import define
 
 from monarch.core import settings
 from monarch.core.address import host_identity
@@ -31,6 +29,7 @@ from monarch.onesided.chunks import Chunks, owner_gone
 from monarch.onesided.exports import Export, exports
 from monarch.onesided.here import Here
 from monarch.onesided.ibverbs import Passive, Verbs
+from monarch.onesided.jobs import Batch, Job, Workers
 from monarch.onesided.local import Local, local, on_host, to_device, view_of
 from monarch.onesided.neighbour import Neighbour, NeighbourGone, no_copying_here
 from monarch.onesided.path import NotReachable, Path, Remote, late, left_of
@@ -39,8 +38,6 @@ from monarch.verbs.node import node
 
 log = get_logger("monarch.rdma")
 
-_AT_A_TIME: Final = 8  # with one owner
-_IDLE: Final = 16  # threads that are kept
 _AT_ONCE_BYTES: Final = 256 << 10  # a hop to a worker and back costs as much as copying some 100 KiB
 
 
@@ -143,7 +140,7 @@ class Transfers:
         self._neighbours: dict[int, Neighbour | str] = {}  # by key of the process; or why it cannot be reached
         self._choosing: dict[int, threading.Lock] = {}  # by key of the process
         self._lock = threading.Lock()
-        self._workers = _Workers()
+        self._workers = Workers()
         self._shared_by: dict[int, set[int]] = {}  # by number of an actor: its buffers
         runtime.on_actor_ended.append(self._release)
         runtime.on_proc_gone.append(self._forget)
@@ -272,9 +269,9 @@ class Transfers:
         Small moves that need nobody's help are done at once.
         """
         deadline_s = time.monotonic() + timeout_s
-        batch = _Batch(len(moves), Future._pending(None, lambda: what))
+        batch = Batch(len(moves), Future._pending(None, lambda: what))
         for move in moves:
-            job = _Job(move.remote.owner.proc.key, partial(self._carry_out, move, deadline_s), batch.ended)
+            job = Job(move.remote.owner.proc.key, partial(self._carry_out, move, deadline_s), batch.ended)
             path = self._known_path(move.remote)
             if path is not None and not path.helped and move.size_bytes <= _AT_ONCE_BYTES:
                 job.run()
@@ -287,88 +284,3 @@ class Transfers:
 
     def _carry_out(self, move: Move, deadline_s: float) -> None:
         move.carry_out(self.path_to(move.remote, deadline_s), deadline_s)
-
-
-@define(eq=False)
-class _Batch:
-    """Completes a future with the end of the last of some jobs."""
-
-    left: int
-    future: Future[None]
-    error: BaseException | None = None
-    lock: threading.Lock = field(factory=threading.Lock)
-
-    def ended(self, error: BaseException | None) -> None:
-        """One of them, with or without an error."""
-        with self.lock:
-            self.error = self.error or error
-            self.left -= 1
-            last = not self.left
-        if last and self.error is not None:
-            self.future._fail(self.error)
-        elif last:
-            self.future._complete(lambda: None)
-
-
-@define(eq=False)
-class _Job:
-    """Something to do with the memory of `owner`, and who hears of its end; by then the user's own is let go of."""
-
-    owner: int
-    action: Callable[[], None] | None
-    ended: Callable[[BaseException | None], None]
-
-    def run(self) -> None:
-        error: BaseException | None = None
-        try:
-            assert self.action is not None
-            self.action()
-        except BaseException as raised:
-            error = raised
-        self.action = None
-        self.ended(error)
-
-
-@define
-class _Workers:
-    """Threads that end with the program, whatever they wait for. `_AT_A_TIME` of them at most serve one owner."""
-
-    _jobs: queue.SimpleQueue[_Job] = field(factory=queue.SimpleQueue)
-    _lock: threading.Lock = field(factory=threading.Lock)
-    _idle: int = 0
-    _serving: defaultdict[int, int] = field(factory=lambda: defaultdict(int))  # by owner: how many threads
-    _waiting: defaultdict[int, deque[_Job]] = field(factory=lambda: defaultdict(deque))  # by owner
-
-    def put(self, job: _Job) -> None:
-        with self._lock:
-            if self._serving[job.owner] == _AT_A_TIME:
-                self._waiting[job.owner].append(job)
-                return
-            self._serving[job.owner] += 1
-            self._jobs.put(job)
-            if self._idle:
-                self._idle -= 1
-            else:
-                threading.Thread(target=self._run, name="monarch-rdma", daemon=True).start()
-
-    def _run(self) -> None:
-        job: _Job | None = self._jobs.get()
-        while job is not None:
-            owner = job.owner
-            job.run()
-            del job
-            job = self._next(owner)
-
-    def _next(self, owner: int) -> _Job | None:
-        """For a thread that has served `owner`. None: there are others."""
-        with self._lock:
-            if waiting := self._waiting.get(owner):
-                return waiting.popleft()
-            self._waiting.pop(owner, None)
-            self._serving[owner] -= 1
-            if not self._serving[owner]:
-                del self._serving[owner]
-            if self._idle == _IDLE:
-                return None
-            self._idle += 1
-        return self._jobs.get()

@@ -180,7 +180,7 @@ class User(Actor):
         return len(self.begun)
 
     @endpoint
-    def files_of_others(self) -> int:
+    def files_of_exports(self) -> int:
         """How many files of exports are open here, the own included."""
         found = 0
         for name in os.listdir("/proc/self/fd"):

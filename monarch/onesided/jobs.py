@@ -71,12 +71,12 @@ class Workers:
             if self._serving[job.owner] == _AT_A_TIME:
                 self._waiting[job.owner].append(job)
                 return
-            self._serving[job.owner] += 1
-            self._jobs.put(job)
             if self._idle:
                 self._idle -= 1
-            else:
+            else:  # first: where there can be no more threads, nothing has been changed
                 threading.Thread(target=self._run, name="monarch-rdma", daemon=True).start()
+            self._serving[job.owner] += 1
+            self._jobs.put(job)
 
     def _run(self) -> None:
         job: Job | None = self._jobs.get()

@@ -24,9 +24,9 @@ from monarch.log import show_what_was_asked_for
 from monarch.mesh import actor_config
 from monarch.mesh.attribution import Attribution, set_log_level
 from monarch.mesh.context import NOWHERE, Context, set_client_context
-from monarch.mesh.host import Boot
 from monarch.mesh.mesh_proc import MeshProc
 from monarch.mesh.proc_client import ProcClient
+from monarch.mesh.starting import Boot
 from monarch.transports import registry
 from monarch.transports import url as urls
 

@@ -26,13 +26,14 @@ from monarch.mesh.console import Console
 from monarch.mesh.context import NOWHERE, Context, set_client_context
 from monarch.mesh.faults import Faults, end_as_interrupted, was_interrupted
 from monarch.mesh.forwarding import make_forwarder
-from monarch.mesh.host import HostAgent, ProcessStarter, Starter
+from monarch.mesh.host import HostAgent
 from monarch.mesh.inspector import Collector
 from monarch.mesh.mesh_proc import MeshProc
 from monarch.mesh.network import through
 from monarch.mesh.outputs import Outputs
 from monarch.mesh.ownership import release_owned, stop_owned
 from monarch.mesh.proc_client import ProcClient
+from monarch.mesh.starting import ProcessStarter, Starter
 from monarch.mesh.threads import ThreadStarter
 from monarch.mesh.undeliverable import Undeliverable
 from monarch.supervision.failure import Member, MeshFailure

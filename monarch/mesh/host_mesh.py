@@ -19,12 +19,12 @@ from monarch.mesh.actor import Actor
 from monarch.mesh.context import context
 from monarch.mesh.dispatch import settle_result
 from monarch.mesh.endpoint import endpoint
-from monarch.mesh.host import LaunchRequest
 from monarch.mesh.lines import Origin
 from monarch.mesh.members import describe_member
 from monarch.mesh.ownership import OwnedProcs, joined
 from monarch.mesh.proc_mesh import ProcMesh, _spawn_callbacks
 from monarch.mesh.shape import Extent, Point, Region, Slice
+from monarch.mesh.starting import LaunchRequest
 from monarch.mesh.view import MeshView, overridable
 
 if TYPE_CHECKING:

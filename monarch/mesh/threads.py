@@ -15,8 +15,8 @@ from attrs import define
 from monarch.launch.launcher import Exit
 from monarch.mesh.child import start
 from monarch.mesh.context import ActorInstance
-from monarch.mesh.host import Boot, LaunchRequest, Start
 from monarch.mesh.mesh_proc import MeshProc
+from monarch.mesh.starting import Boot, LaunchRequest, Start
 
 
 @define(eq=False)

@@ -30,12 +30,13 @@ from monarch.core.protocol import Hello
 from monarch.log import get_logger, show_what_was_asked_for
 from monarch.mesh.display import Display
 from monarch.mesh.forwarding import Forwarder
-from monarch.mesh.host import HostAgent, ProcessStarter, Running, Start
+from monarch.mesh.host import HostAgent
 from monarch.mesh.inspector import Collector
 from monarch.mesh.lines import Parcel
 from monarch.mesh.mesh_proc import MeshProc
 from monarch.mesh.network import advertised, beside
 from monarch.mesh.outputs import Outputs
+from monarch.mesh.starting import ProcessStarter, Running, Start
 from monarch.mesh.trust import good, shared_secret, show_certificates
 from monarch.transports import registry
 from monarch.transports.base import Frame, Link

@@ -23,8 +23,8 @@ from monarch.actor import (
     this_proc,
 )
 from monarch.core.ids import ProcId, Uid
-from monarch.mesh.host import LaunchRequest
 from monarch.mesh.shape import Region, Slice
+from monarch.mesh.starting import LaunchRequest
 from monarch.testing import TestClient, fresh_client
 from tests.mesh.actors import AsyncWorker, EndlessInit, Worker
 from tests.until import until

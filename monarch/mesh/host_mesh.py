@@ -190,8 +190,8 @@ class HostMesh(MeshView):
         """
         if self._attachments is None:
             raise RuntimeError(
-                "cannot shut down `HostMesh` that is a reference instead of owned; this host ends with the client: "
-                "shutdown_context()"
+                "cannot shut down `HostMesh` that is a reference instead of owned: shut down the whole mesh that was "
+                "attached to, or its job (`kill`); the client's own host ends with it: shutdown_context()"
             )
         self._refuse_ended()
         return self._leave("shut down", shut_down=True)

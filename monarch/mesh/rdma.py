@@ -11,6 +11,7 @@ import time
 import warnings
 from typing import Any, Final, Self
 
+from monarch.core import settings
 from monarch.core.future import Future
 from monarch.core.monitor import PeerGone
 from monarch.errors import NotViable
@@ -217,7 +218,8 @@ class RDMAAction:
         self._moves: list[Move] = []
         self._reads: list[Range] = []
         self._writes: list[Range] = []
-        self._elsewhere = False
+        self._elsewhere = False  # to another process
+        self._far = False  # to another host
         self._staged: set[type[Warning]] = set()
 
     def read_remote(self, local_dst: Any, remote_buf: RDMABuffer) -> Self:
@@ -281,7 +283,9 @@ class RDMAAction:
         self._reads += reads
         self._writes += writes
         self._moves.append(move)
-        self._elsewhere = self._elsewhere or move.remote.place != exports().place
+        here, there = exports().place, move.remote.place
+        self._elsewhere = self._elsewhere or there != here
+        self._far = self._far or there.host != here.host
 
     def submit(self, *, timeout: float = DEFAULT_TIMEOUT_S) -> Future[None]:
         """Start all of them. The future is done when all are, and fails with the first error.
@@ -295,7 +299,7 @@ class RDMAAction:
         for staged in self._staged:
             warnings.warn("the transfer goes through memory of the host", staged, stacklevel=_users_frame())
         if self._elsewhere:
-            _warn_of_fallback()
+            _warn_of_fallback(self._far)
         what = f"a transfer from or to {self._moves[0].remote}"
         if len(self._moves) > 1:
             what = f"{len(self._moves)} transfers, the first from or to {self._moves[0].remote}"
@@ -333,18 +337,17 @@ def _there(remote: Remote) -> Range:
 _warned = False
 
 
-def _warn_of_fallback() -> None:
+def _warn_of_fallback(far: bool) -> None:
+    """Where a transfer, to another host or not, goes in chunks only for lack of a device."""
     global _warned
-    if _warned or (missing := ibverbs.why_not()) is None:
+    if _warned or settings.get("rdma_path") == "tcp" or (missing := ibverbs.why_not()) is None:
         return
     backend = get_rdma_backend()
-    _warned = True
-    if backend.reason.startswith("rdma_path"):
+    if backend != "tcp" and not far:
         return
-    text = f"no RDMA device can be used here ({missing}): transfers fall back to {str(backend)!r}, as {backend.reason}"
-    warnings.warn(
-        f"{text}. The setting rdma_path={str(backend)!r} silences this", RDMATcpFallbackWarning, _users_frame()
-    )
+    _warned = True
+    text = f"no RDMA device can be used here ({missing}): transfers fall back to 'tcp', chunks over the link"
+    warnings.warn(f"{text}. The setting rdma_path='tcp' silences this", RDMATcpFallbackWarning, _users_frame())
 
 
 def _users_frame() -> int:

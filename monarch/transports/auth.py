@@ -80,7 +80,10 @@ class Handshake:
             return b""
         other: Role = "acceptor" if self._role == "dialer" else "dialer"
         if not hmac.compare_digest(self._pending, self._proof(other)):
-            raise AuthenticationError("the peer does not know this job's secret: it belongs to another job or user")
+            raise AuthenticationError(
+                "the peer does not know this job's secret: it belongs to another job or user, or MONARCH_SECRET_FILE "
+                "(or MONARCH_SECRET) is not the same on both sides"
+            )
         self.done = True
         return self._proof("dialer") if self._role == "dialer" else b""
 

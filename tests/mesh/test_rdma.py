@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -396,9 +397,13 @@ class _NoBook:
 def test_the_fallback_warns_once_and_names_path_and_setting(pair, monkeypatch):
     monkeypatch.setattr("monarch.mesh.rdma._warned", False)
     monkeypatch.setattr("monarch.onesided.ibverbs.why_not", lambda: "no device in this test")
-    monkeypatch.setattr("monarch.onesided.transfers.no_copying_here", lambda: "")
     buffer = pair.offer(10)
-    expected = r"fall back to 'shm'.*rdma_path='shm' silences"
+    expected = r"no device in this test.* fall back to 'tcp'.*rdma_path='tcp' silences"
+    with warnings.catch_warnings(), settings.overridden(rdma_path="auto"):
+        warnings.simplefilter("error", rdma.RDMATcpFallbackWarning)
+        monkeypatch.setattr("monarch.onesided.transfers.no_copying_here", lambda: "")
+        buffer.read_into(bytearray(10)).get(WAIT_S)  # shared memory on one host is none
+    monkeypatch.setattr("monarch.onesided.transfers.no_copying_here", lambda: "the test forbids it")
     with settings.overridden(rdma_path="auto"):
         with pytest.warns(rdma.RDMATcpFallbackWarning, match=expected) as seen:
             buffer.read_into(bytearray(10)).get(WAIT_S)

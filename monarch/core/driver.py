@@ -80,6 +80,8 @@ class Signal:
                 self._lock.release()
             except RuntimeError:
                 pass  # another thread released it in between: the waiter is awake
+            if (wake := self.wake) is not None:
+                wake()  # it has looked at the lock just before
 
     def clear(self) -> None:
         self.is_set = False

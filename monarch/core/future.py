@@ -126,7 +126,11 @@ class Future(Generic[R]):
         return self
 
     def __del__(self) -> None:
-        if self._trouble is not None and not sys.is_finalizing():
+        try:
+            untold = self._trouble is not None
+        except AttributeError:  # an interrupt has kept it from being made
+            return
+        if untold and not sys.is_finalizing():
             self._tell_unseen()
 
     def _tell_unseen(self) -> None:

@@ -7,6 +7,7 @@ the link with `carry`, or drops it. What breaks before that, stays silent, or ma
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Final, Protocol
 
@@ -69,7 +70,8 @@ class Links:
         self._poller.register(fd, lambda _: self._on_event(link, hear), link.ring)
         if link.blocked:
             self._poller.watch(fd, True)
-        self._poller.call_later(self._hello_limit_s, lambda: self.drop_if_silent(link))
+        known = weakref.ref(link)  # one that has ended before goes at once, and its memory with it
+        self._poller.call_later(self._hello_limit_s, lambda: self._drop_if_silent(known()))
 
     def _on_event(self, link: Link, hear: Hear) -> None:
         try:
@@ -98,8 +100,8 @@ class Links:
         self._new.pop(link, None)
         self._poller.replace(link.fileno(), on_event)
 
-    def drop_if_silent(self, link: Link) -> None:
-        if link in self._new:
+    def _drop_if_silent(self, link: Link | None) -> None:
+        if link is not None and link in self._new:
             log.info("link.silent", peer=link.peer, limit_s=self._hello_limit_s)
             self.drop(link, silent=True)
 

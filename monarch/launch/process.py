@@ -11,13 +11,15 @@ from monarch.launch.bootstrap import BootstrapCommand
 
 # Read by the dynamic loader, the C library or the interpreter at exec, and never again.
 EXEC_PREFIXES: Final = ("LD_", "DYLD_", "GLIBC_", "MALLOC_", "PYTHON", "LANG", "LC_")
-# ... but for these, which are looked at when used, or which a forked child applies by itself.
-_NOT_AT_EXEC: Final = {"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONBREAKPOINT", "PYTHONASYNCIODEBUG", "PYTHONFAULTHANDLER"}
-# Read when the library is imported; they count where the template imports it. Numbers of threads are re-applied.
-_NUMPY: Final = ("NPY_", "NUMPY_", "OPENBLAS_")
+# Read when the library is imported; they count where the template imports it.
+_NUMPY: Final = ("NPY_", "NUMPY_", "OPENBLAS_", "GOTO_")
 _TORCH: Final = ("GOMP_", "KMP_", "MKL_", "OMP_", "PYTORCH_", "TORCH_LOGS", "TORCHDYNAMO_", "TORCHINDUCTOR_")
+# ... but for these, which are looked at when used, or which a forked child applies by itself (`library_threads`).
+_NOT_AT_EXEC: Final = {
+    *("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONBREAKPOINT", "PYTHONASYNCIODEBUG", "PYTHONFAULTHANDLER"),
+    *("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"),
+}
 LIBRARY_PREFIXES: Final = {"numpy": _NUMPY, "torch": (*_NUMPY, *_TORCH)}
-_THREADS_SUFFIX: Final = "_NUM_THREADS"
 
 
 @define(frozen=True, slots=True)
@@ -104,6 +106,6 @@ def must_exec(changed: Iterable[str], loaded: Collection[str]) -> bool:
     for name in changed:
         if name in _NOT_AT_EXEC:
             continue
-        if name.startswith(EXEC_PREFIXES) or (name.startswith(at_import) and not name.endswith(_THREADS_SUFFIX)):
+        if name.startswith((*EXEC_PREFIXES, *at_import)):
             return True
     return False

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -464,6 +466,17 @@ def test_senders_that_wait_for_room_hear_of_the_end(net: Net) -> None:
     assert waiting.bounces and all(down.kind == "killed" for _, down in waiting.bounces)
 
 
+def test_a_link_that_has_ended_goes_at_once(net: Net) -> None:
+    a, b = net.proc("a", hello_timeout_s=1000.0), net.proc("b", hello_timeout_s=1000.0)
+    number, at_b = net.port(b)
+    send(a, b, number, b"x")
+    until(lambda: at_b.got)
+    link = weakref.ref(peer(a, b).link)  # type: ignore[type-var]
+    assert link() is not None
+    b.close(LIMIT_S)
+    until(lambda: gc.collect() >= 0 and link() is None)
+
+
 def test_the_gateway_leaves_nothing_behind(net: Net) -> None:
     def cycle() -> None:
         a, b = net.proc("a"), net.proc("b")
@@ -608,7 +621,7 @@ def test_a_link_is_dropped_once_even_if_its_descriptor_has_another_owner_by_then
     cut(a, b)
     until(lambda: peer(b, a).link not in (None, old))
     b.gateway.peers._links.drop(old)
-    b.gateway.peers._links.drop_if_silent(old)
+    b.gateway.peers._links._drop_if_silent(old)
     send(a, b, number, b"2")
     until(lambda: at_b.got == [b"1", b"2"])
 

@@ -107,6 +107,7 @@ def test_the_entry_module_started_by_hand_says_what_it_is_for() -> None:
         ({"LANG": "C"}, (), True),
         ({"PYTHONPATH": "/x", "PYTHONUNBUFFERED": "1"}, (), False),
         ({"OMP_NUM_THREADS": "4"}, ("torch", "numpy"), False),
+        ({"GOTO_NUM_THREADS": "4"}, ("numpy",), True),
         ({"OMP_PROC_BIND": "true"}, (), False),
         ({"OMP_PROC_BIND": "true"}, ("torch",), True),
         ({"OPENBLAS_CORETYPE": "x"}, ("torch",), True),

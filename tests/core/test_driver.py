@@ -437,7 +437,7 @@ def test_stop_by_the_leader_does_not_wait_for_itself(caller: CallerDriver, links
         stopped.notify()
 
     def post() -> None:
-        _until(lambda: stopped.wake is not None)
+        _until(lambda: bool(stopped.pumping))
         links.post(stop)
 
     other = _start(post)

@@ -659,7 +659,7 @@ def test_an_interrupt_of_the_thread_that_leads_costs_no_message(quick_net: Net) 
     at_b.deliver = deliver  # type: ignore[method-assign]
 
     def talk() -> None:
-        until(lambda: waiting.wake is not None)  # the main thread leads
+        until(lambda: bool(waiting.pumping))  # the main thread leads
         for n in range(1, 20):
             send(a, b, number, b"x/%d" % n)
 

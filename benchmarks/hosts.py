@@ -262,13 +262,13 @@ BENCHMARKS: Final[dict[str, Callable[[int], None]]] = {"attach": attaching, "cas
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.hosts", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("which", nargs="*", choices=[*BENCHMARKS, []], default=[*BENCHMARKS], metavar="WHICH")
+    parser.add_argument("which", nargs="*", choices=[*BENCHMARKS, []], default=[], metavar="WHICH")
     parser.add_argument("--rounds", type=int, default=10)
     options = parser.parse_args()
     why_not = netns.why_not()
     if why_not:
         parser.error(why_not)
-    for name in options.which:
+    for name in options.which or BENCHMARKS:
         BENCHMARKS[name](options.rounds)
 
 

@@ -16,12 +16,13 @@ from collections.abc import Callable, Coroutine, Generator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, Protocol, TypeVar
 
-from monarch.core import duration
+from monarch.core import duration, exceptions
 from monarch.core.deadlock import Wait
 from monarch.core.driver import Driver, Signal, _sleep_until_set
 from monarch.core.held import ALL_BUT_INTERRUPT, Held, on_main_thread
 from monarch.core.spin import cpus
-from monarch.errors import CallCancelled, MonarchError
+from monarch.core.uncaught import uncaught
+from monarch.errors import ActorError, CallCancelled, MonarchError
 from monarch.log import get_logger
 
 log = get_logger("monarch.future")
@@ -388,7 +389,11 @@ class Future(Generic[R]):
 
 
 def tell_unseen(failure: str) -> None:
-    """A call has failed, and nobody looks at its future any more."""
+    """A call has failed, and nobody looks at its future any more. What the traceback at the end of the script has shown
+    is not told again."""
+    raised = (exceptions.summary(each.exception) for each in uncaught() if isinstance(each, ActorError))
+    if any(failure.endswith(f" raised {text}") for text in raised):
+        return
     log.warning("call.failure_unseen", failure=failure, hint="`get()` or `await` its future")
 
 

@@ -86,7 +86,7 @@ class RootClient(ProcClient):
             self._faults.put(MeshFailure(self.name, [0], Member(self.class_name, self.name), failed))
 
         if not self.must_hear_of(envelope):
-            message.warn("the client", down, returned)
+            message.warn("the client", down, returned, self._faults.told)
         elif self._shutdown is None:
             returned.tell((message.dest(), str(down)), fail)
 
@@ -120,14 +120,16 @@ class RootClient(ProcClient):
         """The program ends: what is owned gets `_EXIT_BUDGET_S` to stop gracefully."""
         if os.getpid() != self._pid:
             return  # a fork of the client owns nothing
-        self._faults.program_ends = True
+        self._faults.take_over()
         is_interrupted = was_interrupted()
         try:
             self._let_go()
         except (KeyboardInterrupt, SystemExit) as error:
             # The user cannot wait; who cannot wait even for this leaves the rest to the guardian. Or it is one of ours,
             # which comes too late to end the program in its middle.
-            is_interrupted = is_interrupted or (isinstance(error, KeyboardInterrupt) and not self._faults.fatal)
+            is_interrupted = is_interrupted or (
+                isinstance(error, KeyboardInterrupt) and not self._faults.fatal.is_set()
+            )
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             self.agent.close(0.0)
         self._faults.take_last([failure for failure in self._last_faults if failure.down.crashed])
@@ -142,7 +144,7 @@ class RootClient(ProcClient):
             self._at_exit = True
             self._shutdown = Future._pending(None)
             program_end.attend_no_more(self.proc_runtime)
-            if not self._faults.fatal:
+            if not self._faults.fatal.is_set():
                 program_end.await_starts(self.proc_runtime, _START_BUDGET_S)
             down = Down("stopped", "the client has ended")
             stops = list(stop_owned(self, down).values())

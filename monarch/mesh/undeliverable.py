@@ -73,8 +73,8 @@ class Undeliverable:
     def error_msg(self) -> str:
         return f"{self.what()}: {self._error}"
 
-    def warn(self, sender: str, down: Down, returned: Returned) -> None:
-        """Log it, with others that `returned` has."""
+    def warn(self, sender: str, down: Down, returned: Returned, known: Callable[[], bool] = lambda: False) -> None:
+        """Log it, with others that `returned` has, unless it is `known` by then why they came back."""
         if self._to_port:
             hint = "return_undeliverable = False at the port drops such values in silence"
         else:
@@ -83,7 +83,8 @@ class Undeliverable:
         facts = {"sender": sender, "to": self._dest, "reason": str(down), "hint": hint}
 
         def say(count: int) -> None:
-            log.warning(event, **({"messages": count} if count > 1 else {}), **facts)
+            if not known():
+                log.warning(event, **({"messages": count} if count > 1 else {}), **facts)
 
         returned.tell((event, *facts.values()), say)
 

@@ -64,9 +64,13 @@ class _Faults(Faults):
             super().put(failure)
         self.all(failure)
 
-    def _end_program(self, failure: MeshFailure, error: BaseException) -> None:
-        with self.lock:
-            self.unexpected.append(failure)
+    def _unhandled(self, failure: MeshFailure) -> bool:
+        try:
+            sys.modules["monarch.actor"].unhandled_fault_hook(failure)
+        except BaseException:
+            with self.lock:
+                self.unexpected.append(failure)
+        return False
 
 
 class TestClient:

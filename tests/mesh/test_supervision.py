@@ -270,7 +270,7 @@ from monarch.mesh import client
 failures, held = queue.Queue(), threading.Semaphore(0)
 worker.initialized.exception()
 failures.get(timeout=10)
-client.stop_owned = lambda root, *_: (held.release(), root._faults._told.wait(10)) and {}
+client.stop_owned = lambda root, *_: (held.release(), root._faults.fatal.wait(10)) and {}
 """,
     )
 
@@ -285,7 +285,7 @@ def test_a_program_that_waits_for_a_call_ends_too() -> None:
     assert done.returncode == 1
 
 
-WHEN_IT_IS_TOLD = "monarch.actor.context().actor_instance._faults._told.wait(20)"
+WHEN_IT_HAS_COME = "monarch.actor.context().actor_instance._faults.fatal.wait(20)"
 
 
 @pytest.mark.parametrize("wait", ["call.get()", "asyncio.run(settle(call))"], ids=["get", "await"])
@@ -301,7 +301,7 @@ call = this_host().spawn_procs().spawn("w", Worker).leave.call_one()
 try:
     {wait}
 except monarch.actor.SupervisionError:
-    {WHEN_IT_IS_TOLD}
+    {WHEN_IT_HAS_COME}
     print("handled", sum(range(5_000_000)) > 0)
 import time; time.sleep(20); print("not reached")
 """,
@@ -310,6 +310,38 @@ import time; time.sleep(20); print("not reached")
     assert done.returncode == 1
     assert "handled True" in done.stdout and "not reached" not in done.stdout
     assert "assign a function to\nmonarch.actor.unhandled_fault_hook" in done.stderr
+
+
+@pytest.mark.parametrize("wait", ["call.get()", "asyncio.run(settle(call))"], ids=["get", "await"])
+def test_a_failure_that_a_call_meets_and_nobody_handles_is_read_once(wait: str) -> None:
+    done = run(
+        before=f"""
+import asyncio
+async def settle(call):
+    await call
+w = this_host().spawn_procs().spawn("w", Worker)
+call = w.leave.call_one()
+w.echo.broadcast(1)
+{wait}
+"""
+    )
+
+    assert done.returncode == 1
+    assert done.stderr.startswith("Traceback")
+    assert done.stderr.count("w at rank 0 failed at ") == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("Unhandled monarch error on the root actor, ") and last.endswith(": the failure of w, above")
+
+
+def test_what_the_traceback_at_the_end_shows_is_not_told_again() -> None:
+    done = run(
+        before="w = this_host().spawn_procs({'gpus': 2}).spawn('w', Worker)\n"
+        "known, news = w.fail.call('known'), w.fail.call('news'); w.fail.call('known').get()"
+    )
+
+    assert done.returncode == 1
+    (told,) = [line for line in done.stderr.splitlines() if "call.failure_unseen" in line]
+    assert "ValueError: news" in told
 
 
 def test_a_program_that_handles_the_error_of_a_call_for_ever_ends_too() -> None:

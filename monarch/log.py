@@ -2,11 +2,15 @@
 
 Without a handler of the program's own, Python's handler of last resort shows warnings and errors on stderr, and nothing
 below. `MONARCH_LOG=debug` (or info, warning, ...) shows that level of this library on stderr.
+
+A record of the library is no actor's, on whatever thread: the thread of an actor that waits does work for all of its
+process. Records name whom they are about.
 """
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import logging
 import os
 from collections.abc import MutableMapping
@@ -29,8 +33,10 @@ class Logger:
         self._structlog: Any = None
 
     def _log(self, level: int, method: str, event: str, facts: dict[str, Any]) -> None:
-        if not self._stdlib.isEnabledFor(level):
-            return
+        if self._stdlib.isEnabledFor(level):
+            contextvars.Context().run(self._emit, level, method, event, facts)
+
+    def _emit(self, level: int, method: str, event: str, facts: dict[str, Any]) -> None:
         try:
             if self._structlog is None:
                 import structlog

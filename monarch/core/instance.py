@@ -316,7 +316,7 @@ class Instance(Sender):
 
     def _broken(self, what: str, error: BaseException) -> Down:
         """A behavior that raises, which none may, ends its actor: nobody shall wait for it for ever."""
-        log.error("behavior.raised", method=what, error=exceptions.summary(error))
+        log.error("behavior.raised", actor=self.member, method=what, error=exceptions.summary(error))
         return self.proc_runtime.failed(f"{what} raised", error)
 
     def _construct(self) -> None:

@@ -1,4 +1,5 @@
-"""Which actor printed or logged something: marks on the lines of a process, and `[actor=...]` on its log records.
+"""Which actor printed or logged something: marks on the lines of a process, and `[actor=...]` on its log records. A
+mark that is shown stands for both.
 
 Code of an actor is known by its context. Threads that an actor starts have none, nor have native code and subprocesses:
 what they print is the only actor's of the process, or, where there are several, the process's.
@@ -11,6 +12,7 @@ import logging
 import sys
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
+from monarch.core import settings
 from monarch.mesh import actor_config
 from monarch.mesh.context import ActorInstance, current_context
 from monarch.mesh.lines import Origin
@@ -24,6 +26,10 @@ def running_actor() -> ActorInstance | None:
     found = current_context.get()
     instance = None if found is None else found.actor_instance
     return instance if isinstance(instance, ActorInstance) else None
+
+
+def _record_prefix(actor: ActorInstance) -> str:
+    return f"[actor={actor}] "
 
 
 class Attribution:
@@ -66,7 +72,10 @@ class _MarkedStream(io.TextIOWrapper):
         actor = running_actor()
         if not text:
             return 0
+        size = len(text)
         ended = text.endswith("\n")
+        if actor is not None and "[actor=" in text and settings.get("prefix_with_rank"):
+            text = text.replace(_record_prefix(actor), "")
         marked = text
         if actor is not None:
             mark = actor.origin.mark()
@@ -77,7 +86,7 @@ class _MarkedStream(io.TextIOWrapper):
             marked, self._due = marked + self._due, ""
         self._fresh = ended
         super().write(marked)
-        return len(text)
+        return size
 
     def claim(self, origin: Origin) -> None:
         """At once, or when the line that somebody is writing has ended."""
@@ -102,7 +111,7 @@ def prefix_log_records() -> None:
         record = make_record(*args, **kwargs)
         actor = running_actor()
         if actor is not None and actor_config.prefix_python_logs_with_actor and record.msg != "":
-            prefix = f"[actor={actor}] "
+            prefix = _record_prefix(actor)
             record.msg = (prefix.replace("%", "%%") if record.args else prefix) + str(record.msg)
         return record
 

@@ -7,6 +7,7 @@ actor's, as the last `claim` said. Both are for the reader alone, which takes th
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Iterable
 from typing import Final, NamedTuple
@@ -171,10 +172,14 @@ class _Group:
     count: int = 0
 
 
+_TIME: Final = re.compile(rb"\W?(?:\d{4}[-/]\d\d[-/]\d\d[ T])?\d\d:\d\d:\d\d(?:[.,]\d+)?")
+"""Of a log record, at the start of its line."""
+
+
 @define(eq=False)
 class Aggregator:
-    """Merges equal lines that members of a mesh print within a window of time. Nothing else is ever merged: two lines
-    that differ in a number are two lines."""
+    """Merges equal lines that members of a mesh print within a window of time, whatever time they start with. Nothing
+    else is ever merged: two lines that differ in a number are two lines."""
 
     window_s: float
     max_bytes: int = 1 << 20  # of different lines; then the window ends early
@@ -186,7 +191,8 @@ class Aggregator:
         """Take a line in."""
         if not self._groups:
             self._began_s = now_s
-        key = (line.stream, line.origin.name, line.text)
+        time = _TIME.match(line.text)
+        key = (line.stream, line.origin.name, line.text if time is None else line.text[time.end() :])
         group = self._groups.get(key)
         if group is None:
             group = self._groups[key] = _Group(line)

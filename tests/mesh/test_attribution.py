@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import io
+import logging
 
 import pytest
 
+from monarch.actor import Actor, endpoint, this_host
+from monarch.log import get_logger
 from monarch.mesh import attribution
 from monarch.mesh.attribution import _MarkedStream
 from monarch.mesh.lines import LineReader, Origin
+from monarch.testing import fresh_client
 
 
 class Speaker:
@@ -71,3 +75,27 @@ def test_a_claim_counts_for_later_lines_and_waits_for_the_end_of_one_that_is_bei
         ("only[3]", "after"),
         ("process[0]", "again"),
     ]
+
+
+class Waiter(Actor):
+    """Its thread does work for all of the process while it waits."""
+
+    @endpoint
+    def log(self) -> list[str]:
+        kept: list[str] = []
+        keep = logging.Handler()
+        keep.emit = lambda record: kept.append(record.getMessage())  # type: ignore[method-assign]
+        for name in ("monarch.peer", "another"):
+            logging.getLogger(name).addHandler(keep)
+        get_logger("monarch.peer").warning("peer.lost", peer="it")
+        logging.getLogger("another").warning("mine")
+        return kept
+
+
+def test_a_record_of_the_library_is_no_actors_on_whatever_thread():
+    with fresh_client("ipc"):
+        procs = this_host().spawn_procs()
+        records = procs.spawn("waiter", Waiter).log.call_one().get(30)
+        procs.stop().get(30)
+
+    assert records == ["peer.lost peer='it'", f"[actor=<root>.<{__name__}.Waiter waiter>] mine"]

@@ -74,6 +74,12 @@ def line(text: str, rank: int = 0, name: str = "a", stream: int = 1) -> Line:
         ([line("same", name="a"), line("same", name="b")], ["a[0] same", "b[0] same"]),
         ([line("same"), line("same", stream=2)], ["a[0] same", "a[0] same"]),
         ([line("1"), line("2"), line("3")], ["a[0] 1", "a[0] 2", "a[0] 3"]),
+        (
+            [line("2024-05-01 09:00:01,250 INFO up", 0), line("2024-05-01 09:00:01,377 INFO up", 1)],
+            ["a[0-1] [2 similar log lines] 2024-05-01 09:00:01,250 INFO up"],
+        ),
+        ([line("[09:00:01] up", 0), line("[09:00:02] up", 1)], ["a[0-1] [2 similar log lines] [09:00:01] up"]),
+        ([line("at 09:00:01"), line("at 09:00:02")], ["a[0] at 09:00:01", "a[0] at 09:00:02"]),
     ],
 )
 def test_only_equal_lines_of_one_mesh_are_merged_and_counted(lines, expected):

@@ -73,6 +73,22 @@ def test_a_job_that_was_applied_is_found_by_another_of_the_same_kind(client: Tes
         first.kill()
 
 
+def test_a_job_that_is_active_starts_no_other_workers() -> None:
+    job = ProcessJob({"hosts": 1})
+    try:
+        job.apply()
+        applied, workers = job.apply_id, list(job._workers)
+        job.apply()
+        assert (job.apply_id, job._workers) == (applied, workers)
+    finally:
+        job.kill()
+    job.state(cached_path=None)
+    with pytest.raises(RuntimeError, match=r"end with this program: kill\(\) it first"):
+        job.apply()
+    job.kill()
+    assert not job.active
+
+
 @pytest.mark.slow
 def test_hosts_for_demonstrations(client: TestClient) -> None:
     hosts = hosts_from_config("demo")
@@ -159,6 +175,8 @@ def test_an_ssh_job_starts_workers_on_the_hosts_it_logs_in_to(
     calls = (tmp_path / "calls").read_text()
     assert "-o BatchMode=yes -T user@far" in calls and f"tcp://127.0.0.1:{port}@tcp://0.0.0.0:{port}" in calls
     assert job._secret.decode() not in calls
+    with pytest.raises(RuntimeError, match="this job is active, and has its hosts"):
+        job.add_mesh("more", ["user@farther"])
     job.kill()
     wait_until_gone(pid)
     with pytest.raises(ValueError, match="over 'tcp'"):

@@ -59,6 +59,7 @@ class JobTrait(ABC):
 
     def __init__(self) -> None:
         self._applied: str | None = None
+        self._lasting = False
         self._reused: JobTrait | None = None
         self._cache: str | None = None
         self._given: list[HostMesh] = []  # to this program
@@ -98,12 +99,20 @@ class JobTrait(ABC):
         return self._applied
 
     def apply(self, client_script: str | None = None) -> None:
-        """Ask for the hosts. They are kept until `kill`, also when this program ends."""
+        """Ask for the hosts, unless this job has them. They are kept until `kill`, also when this program ends.
+
+        Raises:
+            RuntimeError: it has hosts whose workers end with this program, from `state` without a cache.
+        """
         if client_script is not None:
             raise NotImplementedError("running a script inside of a job is planned, and not part of this version")
-        self._apply(lasting=True)
+        if not self.active:
+            self._apply(lasting=True)
+        elif not self._lasting:
+            raise RuntimeError("this job is active, with workers that end with this program: kill() it first")
 
     def _apply(self, *, lasting: bool) -> None:
+        self._lasting = lasting
         self._create(lasting=lasting)
         self._applied = uuid.uuid4().hex
         log.info("job.applied", kind=type(self).__name__, id=self._applied)

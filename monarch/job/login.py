@@ -39,7 +39,13 @@ class LoginJob(JobTrait):
         self._started: dict[str, Started] = {}  # by host: it may be of several meshes
 
     def add_mesh(self, name: str, hosts: Sequence[str]) -> None:
-        """A mesh of those hosts, in this order."""
+        """A mesh of those hosts, in this order.
+
+        Raises:
+            RuntimeError: this job is active, and has its hosts.
+        """
+        if self.active:
+            raise RuntimeError(f"mesh {name!r}: this job is active, and has its hosts: kill() it first")
         if isinstance(hosts, str) or not hosts:
             raise ValueError(f"mesh {name!r}: hosts is {hosts!r}; it must be a list with the name of at least one host")
         self._names[name] = tuple(hosts)
@@ -49,7 +55,6 @@ class LoginJob(JobTrait):
         """Start a worker on the host `name`, by a process that leads a session of its own."""
 
     def _create(self, *, lasting: bool) -> None:
-        self._lasting = lasting
         if not self._names:
             raise ValueError("this job has no hosts: add_mesh(NAME, [HOST, ...]) first")
         if not self._is_alive():

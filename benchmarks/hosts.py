@@ -239,8 +239,8 @@ def bulk(rounds: int) -> None:
     print(f"{BULK_BYTES >> 20} MiB to another host, in GB/s:")
     with Machines(1) as machines, _bare(machines.machines[0], BULK_BYTES) as bare:
         member = machines.attach().spawn_procs().spawn("member", Member)
-        data = bytes(BULK_BYTES)
-        array = torch.zeros(BULK_BYTES, dtype=torch.uint8)
+        array = torch.randint(256, (BULK_BYTES,), dtype=torch.uint8)  # untouched zeros are all the same page
+        data = array.numpy().tobytes()
         ways: dict[str, Callable[[], object]] = {
             "bare sendmsg and recv_into": lambda: bare(data),
             "a tensor": lambda: member.take.call_one(array).get(LIMIT_S),

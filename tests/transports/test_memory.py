@@ -6,6 +6,7 @@ import ctypes
 import gc
 import mmap
 import os
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +15,7 @@ from monarch.transports import memory
 from monarch.transports.memory import (
     KEPT_BYTES,
     LARGE_BYTES,
+    _move,
     allocate,
     allocate_for_bytes,
     new_bytearray,
@@ -90,6 +92,26 @@ def test_copies_are_what_they_say(size_bytes: int) -> None:
     copy = new_bytearray(data)
     copy += b"more"
     assert copy == data + b"more"
+
+
+@pytest.mark.parametrize("has_threads", [True, False])
+def test_two_threads_copy_what_is_large_or_one_where_there_are_no_more(
+    has_threads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    helped = []
+    if not has_threads:
+        monkeypatch.setattr(threading.Thread, "start", start)
+    monkeypatch.setattr(memory, "_move", lambda *far: (helped.append(far[2]), _move(*far)))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(memory, "_TOGETHER_BYTES", LARGE_BYTES)
+    data = os.urandom(LARGE_BYTES + 4321)
+    room = allocate(len(data))
+    memory.copy(room, data)
+    assert bytes(room) == data
+    assert all(LARGE_BYTES // 2 <= far < len(data) for far in helped) and len(helped) == has_threads
 
 
 @pytest.mark.parametrize("size_bytes", [100, LARGE_BYTES + 100])

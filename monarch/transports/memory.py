@@ -31,7 +31,7 @@ _FREELY_BYTES: Final = 1 << 20
 """A copy of so much lets other threads run meanwhile."""
 
 _TOGETHER_BYTES: Final = 32 << 20
-"""From here on a second thread helps to copy: one alone does not get all that the memory gives. 256 MiB 30 ms, and 17."""
+"""From here on a second thread helps to copy: one alone does not get all that memory gives. 256 MiB: 30 ms, and 17."""
 
 _ENDLESS: Final = 1 << 46  # more than an address space has; views of it are cut to size
 

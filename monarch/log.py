@@ -12,9 +12,15 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import logging
+import math
 import os
-from collections.abc import MutableMapping
-from typing import Any
+import threading
+import time
+from collections.abc import Callable, Hashable, MutableMapping
+from typing import Any, Final
+
+_SPARED_S: Final = 600.0
+_MOST_KINDS: Final = 20
 
 
 def _render(logger: Any, method: str, event: MutableMapping[str, Any]) -> str:
@@ -66,6 +72,31 @@ class Logger:
     def exception(self, event: str, **facts: Any) -> None:
         """An error, with the traceback of the exception that is being handled."""
         self._log(logging.ERROR, "exception", event, facts)
+
+
+class Sparing:
+    """Warnings of what strangers can bring about any number of times: in `_SPARED_S`, each kind once, and no more than
+    `_MOST_KINDS`. The next one that is logged says how many were left out. Thread-safe."""
+
+    def __init__(self, logger: Logger, clock: Callable[[], float] = time.monotonic) -> None:
+        self._logger, self._clock = logger, clock
+        self._lock = threading.Lock()
+        self._kinds: set[Hashable] = set()
+        self._until_s = -math.inf
+        self._left_out = 0
+
+    def warning(self, event: str, kind: Hashable, **facts: Any) -> None:
+        with self._lock:
+            now_s = self._clock()
+            if now_s >= self._until_s:
+                self._kinds.clear()
+                self._until_s = now_s + _SPARED_S
+            if (event, kind) in self._kinds or len(self._kinds) >= _MOST_KINDS:
+                self._left_out += 1
+                return
+            self._kinds.add((event, kind))
+            left_out, self._left_out = self._left_out, 0
+        self._logger.warning(event, **facts, **({"left_out_before": left_out} if left_out else {}))
 
 
 def get_logger(name: str) -> Logger:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from monarch.log import Logger
+from monarch.log import Logger, Sparing
 
 NAME = "monarch.test_log"
 
@@ -53,3 +53,14 @@ def test_a_handler_that_raises_does_not_reach_who_logs(records: list[str]) -> No
     finally:
         logging.getLogger(NAME).removeHandler(broken)
     assert records
+
+
+def test_what_strangers_cause_is_told_once_a_kind_and_bounded(records: list[str]) -> None:
+    now_s = 0.0
+    sparing = Sparing(Logger(NAME), lambda: now_s)
+    for kind in [*range(100), *range(100)]:
+        sparing.warning("peer.refused", kind, peer=kind)
+    assert records == [f"peer.refused peer={kind}" for kind in range(20)]
+    now_s = 600.0
+    sparing.warning("peer.refused", 0, peer=0)
+    assert records[20:] == ["peer.refused peer=0 left_out_before=180"]

@@ -6,6 +6,7 @@ the link with `carry`, or drops it. What breaks before that, stays silent, or ma
 
 from __future__ import annotations
 
+import re
 import threading
 import weakref
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from typing import Final, Protocol
 from monarch.core.poller import Poller
 from monarch.core.protocol import refusal
 from monarch.errors import ProtocolError, TransportError
-from monarch.log import get_logger
+from monarch.log import Sparing, get_logger
 from monarch.transports.base import Frame, Link, Listener
 
 log = get_logger("monarch.links")
@@ -38,6 +39,7 @@ class Links:
     def __init__(self, poller: Poller, hello_limit_s: float) -> None:
         self._poller, self._hello_limit_s = poller, hello_limit_s
         self._fds: dict[Link, int] = {}  # of every link that is watched: it may be closed, and another's, before
+        self._sparing = Sparing(log)
         self._new: dict[Link, Refused | None] = {}  # those whose hello is awaited, and who hears of a refusal
 
     def __len__(self) -> int:
@@ -92,7 +94,8 @@ class Links:
             log.debug("link.refused", peer=link.peer, error=str(error))
             self.drop(link)
         except (ProtocolError, ValueError) as error:
-            log.warning("link.refused", peer=link.peer, error=str(error))
+            place = re.sub(r":?\d+(?= at )", "", link.peer)  # the same for the next connection from there
+            self._sparing.warning("link.refused", (place, str(error)), peer=link.peer, error=str(error))
             self.refuse(link, str(error))
 
     def carry(self, link: Link, on_event: Callable[[int], None]) -> None:

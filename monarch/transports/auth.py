@@ -33,6 +33,10 @@ _HELLO: Final = Struct("!8sH32s")
 _VERSION_END: Final = len(MAGIC) + 2
 _NONCE_BYTES: Final = 32
 _PROOF_BYTES: Final = 32
+_STRANGER: Final = (
+    "the peer does not know this job's secret: it belongs to another job or user, or MONARCH_SECRET_FILE "
+    "(or MONARCH_SECRET) is not the same on both sides"
+)
 
 
 class Handshake:
@@ -51,6 +55,15 @@ class Handshake:
         self._pending = b""
         self.greeting: bytes = _HELLO.pack(MAGIC, VERSION, self._nonce)
         self.done = False
+
+    def ended(self) -> None:
+        """The peer closes the connection, as a dialer does who finds that our proof is not good.
+
+        Raises:
+            AuthenticationError: it has seen our proof.
+        """
+        if self._role == "acceptor" and self._peer_nonce is not None:
+            raise AuthenticationError(_STRANGER)
 
     @property
     def missing_bytes(self) -> int:
@@ -80,10 +93,7 @@ class Handshake:
             return b""
         other: Role = "acceptor" if self._role == "dialer" else "dialer"
         if not hmac.compare_digest(self._pending, self._proof(other)):
-            raise AuthenticationError(
-                "the peer does not know this job's secret: it belongs to another job or user, or MONARCH_SECRET_FILE "
-                "(or MONARCH_SECRET) is not the same on both sides"
-            )
+            raise AuthenticationError(_STRANGER)
         self.done = True
         return self._proof("dialer") if self._role == "dialer" else b""
 

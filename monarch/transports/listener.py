@@ -15,14 +15,18 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, Protocol
 
 from attrs import define, field
 
 from monarch.errors import AuthenticationError, ProtocolError, TransportError
+from monarch.log import Sparing, get_logger
 from monarch.transports.auth import Handshake
 from monarch.transports.base import Link
 from monarch.transports.stream import NO_DESCRIPTOR
+
+log = get_logger("monarch.listener")
 
 
 class Acceptor(Protocol):
@@ -68,13 +72,18 @@ class _Newcomer:
     deadline_s: float
     unsent: bytes
     greeting_bytes: int
-    network: str = ""  # where it comes from
+    address: Any = None
     greeting: bytes = b""  # what it sent after the handshake
 
     def greet(self) -> None:
         """Say what we say first, which fits into an empty socket; TLS comes before it, where there is any."""
         with suppress(BlockingIOError):
             self.unsent = self.unsent[self.sock.send(self.unsent) :] if self.unsent else b""
+
+
+def words_for(error: Exception) -> str:
+    """Why somebody was turned away, for the log; "" for connections that just broke."""
+    return str(error) if isinstance(error, AuthenticationError | ProtocolError) else ""
 
 
 def network_of(address: Any) -> str:
@@ -108,8 +117,7 @@ class StreamListener:
     _is_welcome: Callable[[socket.socket], bool] = lambda sock: True
     _wrap: Callable[[socket.socket], socket.socket] = lambda sock: sock
     """Puts on a new, non-blocking connection what the proof is to travel in. Raises: OSError."""
-    _on_refused: Callable[[Exception], None] = lambda error: None
-    """Hears why a newcomer was turned away."""
+    _words_for: Callable[[Exception], str] = words_for
     _on_close: Callable[[], None] = lambda: None
     _connections: Callable[[], list[tuple[socket.socket, socket.socket]]] = list
     """Makes connections of this process with itself, as many as a link has. Raises: OSError."""
@@ -125,6 +133,7 @@ class StreamListener:
     _heirs: set[_Newcomer] = field(factory=set, init=False)  # of whom nothing was heard yet
     _spare: Spare = field(factory=Spare, init=False)
     _is_closed: bool = field(default=False, init=False)
+    _sparing: Sparing = field(factory=partial(Sparing, log), init=False)
     _fd: int = field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -203,6 +212,7 @@ class StreamListener:
                     return
                 continue  # the connection died in the queue, see accept(2)
             if not self._is_welcome(sock):
+                self._tell(address, AuthenticationError("the peer is another user's"))
                 sock.close()
                 continue
             sock.setblocking(False)
@@ -210,12 +220,10 @@ class StreamListener:
             try:
                 sock = self._wrap(sock)
                 deadline_s = self._clock() + self._handshake_s
-                newcomer = _Newcomer(
-                    sock, handshake, deadline_s, handshake.greeting, self._greeting_bytes, network_of(address)
-                )
+                newcomer = _Newcomer(sock, handshake, deadline_s, handshake.greeting, self._greeting_bytes, address)
                 newcomer.greet()
             except OSError as error:
-                self._on_refused(error)
+                self._tell(address, error)
                 sock.close()
                 continue
             if len(self._newcomers) >= self._max_newcomers:
@@ -239,6 +247,7 @@ class StreamListener:
             while handshake is not None and not handshake.done:
                 data = sock.recv(handshake.missing_bytes)
                 if not data:
+                    handshake.ended()
                     return self._forget(newcomer)
                 answer = handshake.feed(data)
                 if answer and sock.send(answer) < len(answer):
@@ -251,7 +260,7 @@ class StreamListener:
         except (BlockingIOError, InterruptedError):
             return
         except (OSError, AuthenticationError, ProtocolError) as error:
-            self._on_refused(error)
+            self._tell(newcomer.address, error)
             return self._forget(newcomer)
         self._forget(newcomer, close=False)
         try:
@@ -262,10 +271,17 @@ class StreamListener:
         if link is not None:
             links.append(link)
 
+    def _tell(self, address: Any, error: Exception) -> None:
+        """Whoever keeps this process shall know why somebody cannot come in, who may know no more than that."""
+        if words := self._words_for(error):
+            network = network_of(address)
+            peer = address[0] if network else "this host"
+            self._sparing.warning("newcomer.refused", (network, words), address=self.url, peer=peer, reason=words)
+
     def _push_one_out(self) -> None:
         newcomers = self._newcomers.values()
-        ((most, _),) = Counter(each.network for each in newcomers).most_common(1)
-        self._forget(next(each for each in newcomers if each.network == most))
+        ((most, _),) = Counter(network_of(each.address) for each in newcomers).most_common(1)
+        self._forget(next(each for each in newcomers if network_of(each.address) == most))
 
     def _forget(self, newcomer: _Newcomer, close: bool = True) -> None:
         self.selector.unregister(newcomer.sock)

@@ -27,16 +27,13 @@ from typing import Any, Final
 from attrs import evolve
 
 from monarch.errors import AuthenticationError, NotViable, TransportError
-from monarch.log import get_logger
 from monarch.transports import certificates, nng, pairing
 from monarch.transports.base import Inherit, Memory, Viability
 from monarch.transports.certificates import Certificates
-from monarch.transports.listener import StreamListener
+from monarch.transports.listener import StreamListener, words_for
 from monarch.transports.nng import DOOR_BYTES, Door, Pair, set_options
 from monarch.transports.tcp_link import TcpLink
 from monarch.transports.url import parse
-
-log = get_logger("monarch.tls")
 
 _WRITE_BYTES: Final = 256 << 10
 
@@ -172,7 +169,6 @@ class TlsTransport:
         sock = pairing.listening(url, address)
         shown = pairing.shown(self.scheme, address, sock)
         pairings = pairing.Pairings(self.scheme, shown)
-        told: set[str] = set()
 
         def wrap(newcomer: socket.socket) -> socket.socket:
             try:
@@ -191,16 +187,12 @@ class TlsTransport:
                 raise
             pairings.add(newcomer, pair)
 
-        def refused(error: Exception) -> None:
-            """Once for each reason: strangers come often."""
-            if not isinstance(error, ssl.SSLError | AuthenticationError) or isinstance(error, ssl.SSLEOFError):
-                return
-            words = _in_words(error) if isinstance(error, ssl.SSLError) else str(error)
-            if words not in told:
-                told.add(words)
-                log.warning("newcomer.refused", address=shown, reason=words)
+        def words(error: Exception) -> str:
+            if isinstance(error, ssl.SSLEOFError):
+                return ""
+            return _in_words(error) if isinstance(error, ssl.SSLError) else words_for(error)
 
-        listener = StreamListener(sock, secret, shown, adopt, wrap=wrap, on_refused=refused, on_close=pairings.close)
+        listener = StreamListener(sock, secret, shown, adopt, wrap=wrap, words_for=words, on_close=pairings.close)
         pairings.listener = listener
         return listener
 

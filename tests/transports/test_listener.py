@@ -5,13 +5,16 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import select
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
 
+from monarch.errors import AuthenticationError
 from monarch.transports import registry
+from monarch.transports.auth import Handshake
 from monarch.transports.listener import StreamListener, network_of
 from monarch.transports.stream import StreamLink
 from tests.transports.drive import SECRET, dial_and_accept, exchange, wait_until
@@ -155,3 +158,34 @@ def test_connections_that_cannot_be_watched_are_not_handed_down_and_not_kept(bou
 
 def open_descriptors() -> set[str]:
     return set(os.listdir("/proc/self/fd"))
+
+
+def turn_away(listener: StreamListener, stranger: socket.socket) -> None:
+    """A dialer with another secret: it sees our proof, and leaves."""
+    handshake = Handshake("dialer", b"another secret")
+    stranger.sendall(handshake.greeting)
+    wait_until(lambda: listener.accept_nowait() or listener.newcomer_count, listener)
+    handshake.feed(stranger.recv(42, socket.MSG_WAITALL))
+    wait_until(lambda: listener.accept_nowait() or readable(stranger), listener)
+    with pytest.raises(AuthenticationError):
+        handshake.feed(stranger.recv(32, socket.MSG_WAITALL))
+    stranger.close()
+    wait_until(lambda: listener.accept_nowait() or not listener.newcomer_count, listener)
+
+
+def readable(sock: socket.socket) -> bool:
+    return bool(select.select([sock], [], [], 0)[0])
+
+
+def test_who_has_another_secret_is_told_of_once(bound, caplog):
+    listener = listener_on(bound[0])
+    for _ in range(3):
+        turn_away(listener, stranger_at(bound[1]))
+    with stranger_at(bound[1]):  # who leaves, and has said nothing, is not
+        wait_until(lambda: listener.accept_nowait() or listener.newcomer_count, listener)
+    wait_until(lambda: listener.accept_nowait() or not listener.newcomer_count, listener)
+    listener.close()
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told.startswith(
+        "newcomer.refused address='test' peer='this host' reason=\"the peer does not know this job's"
+    )

@@ -45,7 +45,15 @@ _MAX_ITEMS: Final = 64
 _SIMPLE, _OTHER, _LARGE = range(3)
 
 
-def encode(obj: object, allocate: Allocate | None = None, explain: bool = True) -> list[Buffer]:
+Memory = Callable[[], Allocate | None]
+"""Where the large buffers of a message are best put; None: anywhere. Asked only for a message that may have some."""
+
+
+def _anywhere() -> None:
+    pass
+
+
+def encode(obj: object, find_memory: Memory = _anywhere, explain: bool = True) -> list[Buffer]:
     """`obj` as `[pickle, *buffers]`. The parts are private to the caller, and stay right when `obj` changes later.
 
     Raises:
@@ -55,7 +63,7 @@ def encode(obj: object, allocate: Allocate | None = None, explain: bool = True) 
     if verdict == _SIMPLE:
         return _within_limit([pickle.dumps(obj, 5)])
     try:
-        parts = _dump(obj, allocate, verdict)
+        parts = _dump(obj, find_memory(), verdict)
     except Exception as error:
         if explain:
             _blame(error, [("the value", obj)])
@@ -64,7 +72,7 @@ def encode(obj: object, allocate: Allocate | None = None, explain: bool = True) 
 
 
 def encode_call(
-    args: tuple[Any, ...], kwargs: dict[str, Any], allocate: Allocate | None = None, names: Sequence[str] = ()
+    args: tuple[Any, ...], kwargs: dict[str, Any], find_memory: Memory = _anywhere, names: Sequence[str] = ()
 ) -> list[Buffer]:
     """As `encode((args, kwargs))`, for the arguments of a call. `names`, of positional parameters, are for the note.
 
@@ -81,7 +89,7 @@ def encode_call(
     if verdict == _SIMPLE:
         return _within_limit([pickle.dumps(call, 5)])
     try:
-        parts = _dump(call, allocate, verdict)
+        parts = _dump(call, find_memory(), verdict)
     except Exception as error:
         named = [(f"argument {i}" + (f" ({n!r})" if n else ""), a) for i, n, a in _numbered(args, names)]
         _blame(error, [*named, *((f"argument {name!r}", value) for name, value in kwargs.items())])

@@ -116,7 +116,8 @@ class Signal:
         self._bell = bell = bytearray(1)
         try:
             if not self.is_set:
-                spin.learn(*ring.look((), -1, spin.time_s, bell))
+                found, longest_s = ring.look((), -1, spin.time_s, bell)
+                spin.learn(found is not None, longest_s)
         finally:
             self._bell = None
             _looking -= 1
@@ -259,40 +260,54 @@ class CallerDriver:
     def _wait(self, signal: Signal, deadline_s: float | None, held: Held | NothingHeld) -> bool:
         """As `wait`; also returns when a signal is held back."""
         try:
-            return self._lead_or_follow(signal, deadline_s, held)
+            while not signal.is_set and not held.noted:
+                left_s = None if deadline_s is None else deadline_s - time.monotonic()
+                if left_s is not None and left_s <= 0:
+                    if not self._lead.locked():
+                        self._promote()  # this thread may have been chosen to lead at the moment when its time was over
+                    return False
+                if self._stopping:
+                    if held is NOTHING_HELD:
+                        return _sleep_until_set(signal, left_s)
+                    signal.sleep(left_s)
+                elif self._heir in (None, signal) and self._lead.acquire(blocking=False):
+                    self._lead_until(signal, deadline_s, held)
+                else:
+                    self._follow(signal, left_s, held)
+            return signal.is_set
         finally:
             if self._heir is signal:
                 self._heir = None
                 self._promote()
 
-    def _lead_or_follow(self, signal: Signal, deadline_s: float | None, held: Held | NothingHeld) -> bool:
-        while not signal.is_set and not held.noted:
-            left_s = None if deadline_s is None else deadline_s - time.monotonic()
-            if left_s is not None and left_s <= 0:
-                if not self._lead.locked():
-                    self._promote()  # this thread may have been chosen to lead at the moment when its time was over
-                return False
-            if self._stopping:
-                if held is NOTHING_HELD:
-                    return _sleep_until_set(signal, left_s)
-                signal.sleep(left_s)
-                continue
-            if self._heir in (None, signal) and self._lead.acquire(blocking=False):
-                self._heir, self._last_follower = None, 0
-                self._leads += 1
+    def _lead_until(self, signal: Signal, deadline_s: float | None, held: Held | NothingHeld) -> None:
+        """The lead is held, and is released here."""
+        try:
+            self._heir, self._last_follower = None, 0
+            self._leads += 1
+            if self._side_is_alert or self._deputy.locked():
                 self._take_calls_back()
-                try:
-                    self._lead_until(signal, deadline_s, held)
-                finally:
-                    self._led_at_s = time.monotonic()
-                    self._lead.release()
-                    self._go_away()
-            else:
-                self._follow(signal, left_s, held)
-        return signal.is_set
+            signal.wake = self._wake
+            self.is_eager = signal.looks
+            self._leader = signal.pumping = threading.get_ident()
+            while not signal.is_set and not self._stopping and not held.noted:
+                left_s = None if deadline_s is None else deadline_s - time.monotonic()
+                if (left_s is not None and left_s <= 0) or self._heir is not None:
+                    return
+                if held is not NOTHING_HELD:
+                    left_s = _LOOK_S if left_s is None else min(left_s, _LOOK_S)
+                self._pump(left_s)
+        finally:
+            signal.wake = None
+            self.is_eager = False
+            self._leader = signal.pumping = 0
+            self._led_at_s = time.monotonic()
+            self._lead.release()
+            if self._followers or self._heir is not None or self._side_rests or self._deputy.locked():
+                self._go_away()
 
     def _go_away(self) -> None:
-        """This thread leaves the lead, and is back soon, perhaps."""
+        """This thread has left the lead, and is back soon, perhaps."""
         watch = self._watch
         if watch is not None and self._deputy.locked() and self._heir is None:
             watch.call(_BACK_S)
@@ -313,23 +328,6 @@ class CallerDriver:
         if self._side_is_alert and self._alarms <= _ALARMS:  # the last one wakes it
             self._side_is_alert = False
             self._alarm.set(None)
-
-    def _lead_until(self, signal: Signal, deadline_s: float | None, held: Held | NothingHeld) -> None:
-        signal.wake = self._wake
-        self.is_eager = signal.looks
-        self._leader = signal.pumping = threading.get_ident()
-        try:
-            while not signal.is_set and not self._stopping and not held.noted:
-                left_s = None if deadline_s is None else deadline_s - time.monotonic()
-                if (left_s is not None and left_s <= 0) or self._heir is not None:
-                    return
-                if held is not NOTHING_HELD:
-                    left_s = _LOOK_S if left_s is None else min(left_s, _LOOK_S)
-                self._pump(left_s)
-        finally:
-            signal.wake = None
-            self.is_eager = False
-            self._leader = signal.pumping = 0
 
     def _follow(self, signal: Signal, left_s: float | None, held: Held | NothingHeld) -> None:
         self._followers.append(signal)

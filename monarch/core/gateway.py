@@ -242,7 +242,7 @@ class Gateway:
             return down
         if peer.link is None and peer.state is State.NEW and peer.dialing is None:
             self.peers.connect(peer.proc)  # it is known, and nobody has dialed it yet
-        if may_wait:
+        if may_wait and peer.is_full:
             self.wait_for_room((key,))
         return None
 

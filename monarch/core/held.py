@@ -71,12 +71,18 @@ class Held:
             for number in self._handlers:
                 _signal.signal(number, self._note)
         except BaseException:  # of one whose turn had not come
-            self._restore()
+            self.__exit__()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        failed = self._restore()
+        failed: BaseException | None = None
+        for number, handler in self._handlers.items():
+            try:
+                _signal.signal(number, handler)
+            except BaseException as error:  # of another that is back
+                failed = error
+                _signal.signal(number, handler)
         while self.noted and self._pending:
             number, frame = self._pending.pop(0)
             try:
@@ -87,17 +93,6 @@ class Held:
                 failed = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
         if failed is not None:
             raise failed
-
-    def _restore(self) -> BaseException | None:
-        """Put all handlers back, whatever one that is back raises meanwhile."""
-        failed: BaseException | None = None
-        for number, handler in self._handlers.items():
-            try:
-                _signal.signal(number, handler)
-            except BaseException as error:
-                failed = error
-                _signal.signal(number, handler)
-        return failed
 
 
 class NothingHeld:

@@ -70,6 +70,10 @@ class Sender:
         for target in [target for target in list(self._counters) if target[0] == proc_key]:
             self._counters.pop(target, None)
 
+    def post(self, envelope: Envelope) -> Down | None:
+        """Take a call; returns why it is refused, if it is."""
+        return Down("failed", "the client has no endpoints")
+
     def undeliverable(self, envelope: Envelope, down: Down) -> None:
         """A message of this sender that nobody waits for came back. Runs on the driving thread."""
         log.debug("message.undeliverable", sender=str(self.actor_id), reason=down.reason)
@@ -338,13 +342,12 @@ class Instance(Sender):
             phase = self.phase
             if phase is not _SERVING and phase is Phase.ENDED:
                 return
-            action = mailbox.take_control()
-            if action is not None:
+            if mailbox.controls and (action := mailbox.take_control()) is not None:
                 action()
                 continue
             if phase is not _SERVING or self._current is not None:
                 return
-            envelope = mailbox.take()
+            envelope = mailbox.take() if mailbox.calls else None
             if envelope is None:
                 if self._stopping is not None:
                     self.end(self._stopping)

@@ -80,9 +80,10 @@ class Intake:
             raise
         if peer.waiting_for_room:
             peer.tell_of_room()
-        if session.ack_due(now_s):
+        due = session.ack_due(now_s)
+        if due:
             peer.say(FrameType.ACK)
-        elif session.owes_ack:
+        elif due is not None:
             if not self._owing_acks:
                 self._call_later(self._ack_interval_s, self._acknowledge_all)
             self._owing_acks.add(peer)

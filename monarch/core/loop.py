@@ -31,7 +31,7 @@ class _MailboxSelector(selectors.BaseSelector):
         self._epoll: selectors.EpollSelector | None = None
         self._wake: Wake | None = None
         self.turn: Callable[[], None] = lambda: None
-        self.has_ready: Callable[[], bool] = lambda: False
+        self.loop: Any  # of asyncio; what it has ready, and that it is to stop, is in private attributes
         self.deadline_s: float | None = None  # when `select` returns at the latest
 
     def _real(self) -> selectors.EpollSelector:
@@ -66,11 +66,11 @@ class _MailboxSelector(selectors.BaseSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         self.deadline_s = None if timeout is None else time.monotonic() + timeout
-        signal = self._signal
+        signal, loop = self._signal, self.loop
         while True:
-            signal.clear()
+            signal.is_set = False  # `clear`, without the call
             self.turn()
-            if self.has_ready() or timeout == 0:
+            if loop._ready or loop._stopping or timeout == 0:
                 return self._poll_user(0)
             left_s = None if self.deadline_s is None else self.deadline_s - time.monotonic()
             if left_s is not None and left_s <= 0:
@@ -109,15 +109,14 @@ class ActorLoop(asyncio.SelectorEventLoop):
 
     def __init__(self, signal: Signal, driver: Driver) -> None:
         self._signal = signal
-        self._mailbox_selector = _MailboxSelector(signal, driver)
+        self._mailbox_selector = selector = _MailboxSelector(signal, driver)
+        selector.loop = self
         self._captured: list[asyncio.Handle] | None = None
         super().__init__(self._mailbox_selector)
 
     def set_turn(self, turn: Callable[[], None]) -> None:
         """`turn` is called when asyncio has nothing ready; it dispatches what the mailbox has."""
         self._mailbox_selector.turn = turn
-        ready = self._ready  # type: ignore[attr-defined]
-        self._mailbox_selector.has_ready = lambda: bool(ready) or self._stopping  # type: ignore[attr-defined]
 
     # The self-pipe of a stock loop is made only where somebody needs the descriptor: for signal handlers.
 

@@ -21,14 +21,14 @@ class Mailbox:
 
     __slots__ = (
         "_behind",
-        "_calls",
-        "_control",
         "_expected",
         "_lock",
         "_sealed",
         "_waiting",
+        "calls",
         "closed",
         "come_bytes",
+        "controls",
         "signal",
         "told_full",
     )
@@ -36,8 +36,10 @@ class Mailbox:
     def __init__(self, signal: Signal) -> None:
         self.signal = signal
         self._lock = threading.Lock()
-        self._calls: deque[Envelope] = deque()
-        self._control: deque[Callable[[], None]] = deque()
+        self.calls: deque[Envelope] = deque()
+        """Those that can be taken now."""
+        self.controls: deque[Callable[[], None]] = deque()
+        """What the runtime is to do on the actor's thread."""
         self.closed: Down | None = None
         """Why nothing is accepted any more."""
         self._sealed = False
@@ -64,7 +66,7 @@ class Mailbox:
                         self.come_bytes += size_of(envelope)
                     return None
                 if not envelope.flags & Flag.SKIP:
-                    self._calls.append(envelope)
+                    self.calls.append(envelope)
                     # As `size_of`, but for the part that is always small; 0.2 us less.
                     parts = envelope.parts
                     self.come_bytes += _MESSAGE_BYTES + (len(parts[-1]) if len(parts) == 2 else sum(map(len, parts)))
@@ -73,13 +75,13 @@ class Mailbox:
                 if waiting:
                     while (late := waiting.pop(expected, None)) is not None:
                         if not late.flags & Flag.SKIP:
-                            self._calls.append(late)
+                            self.calls.append(late)
                         expected += 1
                     if not waiting:
                         del self._waiting[sender]
                 self._expected[sender] = expected
             else:
-                self._calls.append(envelope)
+                self.calls.append(envelope)
                 self.come_bytes += size_of(envelope)
         self.signal.notify()
         if self._behind:
@@ -104,36 +106,36 @@ class Mailbox:
         with self._lock:
             if self._sealed:
                 return False
-            self._control.append(action)
+            self.controls.append(action)
         self.signal.notify()
         return True
 
     def take_control(self, *, last: bool = False) -> Callable[[], None] | None:
         """The oldest, or None; with `last`, None also means that no more are accepted."""
-        if self._control or not last:
-            return self._control.popleft() if self._control else None
+        if self.controls or not last:
+            return self.controls.popleft() if self.controls else None
         with self._lock:
-            self._sealed = not self._control
+            self._sealed = not self.controls
         return self.take_control()
 
     def take(self) -> Envelope | None:
         try:
-            return self._calls.popleft() if self._calls else None
-        except IndexError:  # another thread has withdrawn it
+            return self.calls.popleft()
+        except IndexError:  # another thread has withdrawn it, or there was none
             return None
 
     def place(self, call: CallKey) -> int | None:
         """How many are ahead of a call in the queue; None when it is not there."""
-        return next((at for at, each in enumerate(list(self._calls)) if each.call == call), None)
+        return next((at for at, each in enumerate(list(self.calls)) if each.call == call), None)
 
     def withdraw(self, call: CallKey) -> Envelope | None:
         """Take a call out of the queue; None when it is not there (any more). From any thread."""
         proc, port = call
         with self._lock:
-            for each in list(self._calls):
+            for each in list(self.calls):
                 if each.reply_port == port and each.src_proc == proc:
                     try:
-                        self._calls.remove(each)
+                        self.calls.remove(each)
                     except ValueError:  # the actor was quicker
                         return None
                     return each
@@ -154,8 +156,8 @@ class Mailbox:
     def drain(self) -> list[Envelope]:
         """Everything that is left, also what waits for an earlier message."""
         with self._lock:
-            left = list(self._calls)
-            self._calls.clear()
+            left = list(self.calls)
+            self.calls.clear()
             for waiting in self._waiting.values():
                 left.extend(late for late in waiting.values() if not late.flags & Flag.SKIP)
             self._waiting.clear()
@@ -177,18 +179,18 @@ class Mailbox:
         """What is queued, in bytes, roughly: looks at every message."""
         with self._lock:
             late = [each for waiting in self._waiting.values() for each in waiting.values()]
-            self.come_bytes = sum(map(size_of, [*self._calls, *late]))
+            self.come_bytes = sum(map(size_of, [*self.calls, *late]))
             return self.come_bytes
 
     def lighten(self, size_bytes: int) -> int:
         """So much was taken out; returns what is left, at the most."""
         with self._lock:
-            self.come_bytes = self.come_bytes - size_bytes if self._calls else 0
+            self.come_bytes = self.come_bytes - size_bytes if self.calls else 0
             return self.come_bytes
 
     def __len__(self) -> int:
         """How many calls can be taken now."""
-        return len(self._calls)
+        return len(self.calls)
 
 
 _MESSAGE_BYTES: Final = 1024

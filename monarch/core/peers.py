@@ -242,7 +242,7 @@ class Peers:
             if old is not None and peer.we_dialed != we_dialed and we_dialed != (self._key < peer.key):
                 return False  # both dialed: the link of the smaller key stays
             waiting = peer.attach(link, hello, we_dialed=we_dialed)
-            self._links.carry(link, lambda event: self.on_link(peer, link, event))
+            self._links.carry(link, partial(self.on_link, peer, link))
         if old is not None:
             self._links.drop(old)
         log.debug("link.up", peer=str(peer.proc.uid), via=link.peer)

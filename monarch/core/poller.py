@@ -36,9 +36,10 @@ class Poller:
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
+        self._epoll_fd = self._epoll.fileno()
         self._handlers: dict[int, Callable[[int], None]] = {}
         self._readers: dict[int, Reader] = {}
-        self._looked_at: tuple[tuple[int, ...], tuple[Reader, ...]] = (), ()  # the same, in pieces
+        self._looked_at: tuple[tuple[tuple[int, int], ...], tuple[Reader, ...]] = (), ()  # the same: events, readers
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._count = itertools.count()
         self._lock = threading.Lock()
@@ -68,7 +69,7 @@ class Poller:
             self._readers.pop(fd, None)
             if reader is not None:
                 self._readers[fd] = reader
-            self._looked_at = tuple(self._readers), tuple(self._readers.values())
+            self._looked_at = tuple((each, 0) for each in self._readers), tuple(self._readers.values())
 
     def replace(self, fd: int, handler: Callable[[int], None]) -> None:
         """Another handler for a descriptor that is registered."""
@@ -109,10 +110,9 @@ class Poller:
         """Wait up to `timeout_s` for something to do, and do it; `eager` when somebody waits for what comes."""
         timers = self._timers
         if timers:
-            left_s = max(0.0, timers[0][0] - time.monotonic())
-            timeout_s = left_s if timeout_s is None else min(timeout_s, left_s)
-        if timeout_s is not None and timeout_s > _LONGEST_POLL_S:
-            timeout_s = _LONGEST_POLL_S
+            left_s = timers[0][0] - time.monotonic()
+            if timeout_s is None or left_s < timeout_s:
+                timeout_s = left_s if left_s > 0 else 0.0
         try:
             events = self._wait(timeout_s, eager and timeout_s != 0)
         except ValueError:
@@ -132,31 +132,29 @@ class Poller:
             self._running = 0
 
     def _wait(self, timeout_s: float | None, looks: bool) -> list[tuple[int, int]]:
-        fds, readers = self._looked_at
+        events, readers = self._looked_at
+        spin = self._spin
         if ring.why_not:
-            found = self._spin.look(self._epoll.poll) if looks else []
+            found = spin.look(self._epoll.poll) if looks else []
             return found or self._sleep(timeout_s)
-        if looks and self._spin.pays() and self._look(readers):
-            return []
-        ready = ring.fall_asleep(readers)
+        ready: list[int] | None = None
+        if looks and spin.pays():
+            self._hears_bell = True
+            try:
+                ready, longest_s = ring.look(readers, self._epoll_fd, spin.time_s, self._bell)
+            finally:
+                self._hears_bell = False
+            spin.learn(ready is not None, longest_s)
+            if self._bell[0]:
+                self._bell[0] = 0
+                return []
         if not ready:
-            return self._sleep(timeout_s)
+            ready = ring.fall_asleep(readers)
+            if not ready:
+                return self._sleep(timeout_s)
         self._rounds += 1
-        found = [(fds[at], 0) for at in ready]
+        found = list(map(events.__getitem__, ready))
         return found if self._rounds % _ROUNDS_BETWEEN else found + self._epoll.poll(0)
-
-    def _look(self, readers: tuple[Reader, ...]) -> bool:
-        """Look for a while; whether the bell has rung, so that the poll is over."""
-        self._hears_bell = True
-        try:
-            found, longest_s = ring.look(readers, self._epoll.fileno(), self._spin.time_s, self._bell)
-        finally:
-            self._hears_bell = False
-        self._spin.learn(found, longest_s)
-        if not self._bell[0]:
-            return False
-        self._bell[0] = 0
-        return True
 
     def _run_timers(self, now_s: float) -> None:
         while self._timers and self._timers[0][0] <= now_s:
@@ -171,7 +169,7 @@ class Poller:
 
     def _sleep(self, timeout_s: float | None) -> list[tuple[int, int]]:
         began_s = time.monotonic()
-        found = self._epoll.poll(timeout_s)
+        found = self._epoll.poll(timeout_s if timeout_s is None or timeout_s < _LONGEST_POLL_S else _LONGEST_POLL_S)
         self._spin.slept(time.monotonic() - began_s)
         return found
 

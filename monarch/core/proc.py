@@ -237,7 +237,9 @@ class Proc:
             elif not envelope.flags & Flag.SILENT:
                 self.bounce(envelope, Down("unreachable", "nobody receives at this port any more"))
         elif kind == Kind.CALL:
-            self._deliver_call(envelope)
+            actor = self.actors.get(envelope.dst_actor) or self._awaited(envelope)
+            if actor is not None and (down := actor.post(envelope)) is not None:
+                self.bounce(envelope, down)
         elif kind == Kind.SYSTEM:
             self._deliver_request(envelope)
         elif kind == Kind.SPAWN:
@@ -247,31 +249,24 @@ class Proc:
         elif kind in (Kind.CAST, Kind.PASSED_ON, Kind.TAKEN):
             self.relay.deliver(envelope)
 
-    def _deliver_call(self, envelope: Envelope) -> None:
-        actor = self.actors.get(envelope.dst_actor)
+    def _awaited(self, envelope: Envelope) -> Instance | Sender | None:
+        """The actor of a call for one that was not there a moment ago; None: it waits for it, or goes back."""
+        number = envelope.dst_actor
+        self.on_unborn(number)
+        with self._lock:
+            actor = self.actors.get(number)
+            down = self.monitors.gone((self.key, number))
+            if actor is None and down is None:
+                # Its creator named it and told others before its own request to spawn it came through here.
+                held = self._unborn.setdefault(number, [])
+                held.append(envelope)
+                if len(held) == 1:
+                    self.gateway.call_later(self.unborn_limit_s, lambda: self._refuse_unborn(number))
+                return None
         if actor is None:
-            self.on_unborn(envelope.dst_actor)
-            with self._lock:
-                actor = self.actors.get(envelope.dst_actor)
-                down = self.monitors.gone((self.key, envelope.dst_actor))
-                if actor is None and down is None:
-                    # Its creator named it and told others before its own request to spawn it came through here.
-                    held = self._unborn.setdefault(envelope.dst_actor, [])
-                    held.append(envelope)
-                    if len(held) == 1:
-                        number = envelope.dst_actor
-                        self.gateway.call_later(self.unborn_limit_s, lambda: self._refuse_unborn(number))
-                    return
-            if actor is None:
-                assert down is not None
-                self.bounce(envelope, down)
-                return
-        if not isinstance(actor, Instance):
-            self.bounce(envelope, Down("failed", "the client has no endpoints"))
-            return
-        down = actor.post(envelope)
-        if down is not None:
+            assert down is not None
             self.bounce(envelope, down)
+        return actor
 
     def expects(self, number: int) -> bool:
         """Whether an actor of that number will be made here, however long it takes."""

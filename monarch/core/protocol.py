@@ -154,16 +154,12 @@ class Session:
         # As `_frame`, without the call.
         self._acknowledged = received = self.received
         self._ack_due_s = None
-        frame = parts.copy()
-        frame[0] = SESSION.pack(_DATA, number, received) + parts[0]
-        return frame
+        return [SESSION.pack(_DATA, number, received) + parts[0], *parts[1:]]
 
     def _frame(self, number: int, parts: list[Buffer]) -> Frame:
         self._acknowledged = received = self.received
         self._ack_due_s = None
-        frame = parts.copy()
-        frame[0] = SESSION.pack(_DATA, number, received) + parts[0]
-        return frame
+        return [SESSION.pack(_DATA, number, received) + parts[0], *parts[1:]]
 
     def accept(self, frame: Frame, now_s: float) -> Frame | None:
         """Take in a frame; returns `[head, *parts]` of a new data frame, or None.
@@ -177,8 +173,10 @@ class Session:
         kind, number, acknowledged = SESSION.unpack_from(head)
         if acknowledged > self.sent:
             raise RemoteProtocolError(f"the peer acknowledges frame {acknowledged} of {self.sent}")
-        if self.unacked and acknowledged >= self.unacked[0][0]:
-            self.acknowledge(acknowledged)
+        unacked = self.unacked
+        while unacked and unacked[0][0] <= acknowledged:  # as `acknowledge`
+            size_bytes = unacked.popleft()[2]
+            self.unacked_bytes -= size_bytes
         if kind != _DATA:
             if not FrameType.HELLO <= kind <= FrameType.GOODBYE:
                 raise RemoteProtocolError(f"a frame of unknown type {kind}")
@@ -202,11 +200,11 @@ class Session:
             size_bytes = unacked.popleft()[2]
             self.unacked_bytes -= size_bytes  # without a call in the line: `wrap` adds to it in another thread
 
-    def ack_due(self, now_s: float) -> bool:
-        """Whether an acknowledgement should travel now, alone."""
+    def ack_due(self, now_s: float) -> bool | None:
+        """Whether an acknowledgement should travel now, alone; None: there is nothing to acknowledge."""
         due_s = self._ack_due_s  # `wrap` clears it in another thread
         if self.received == self._acknowledged or due_s is None:
-            return False
+            return None
         return (
             self.received - self._acknowledged >= self.ack_every_n
             or self._unacknowledged_bytes >= self.ack_at_bytes

@@ -4,7 +4,7 @@ Layers, strongest first: a test's override, the environment, what a client hande
 process set by `configure`, the default. A process that starts another hands on `export()`, and the other calls
 `install` with it; there the environment still wins.
 
-A layer keeps values as users see them (durations as "1m 30s"). `get` reads from one dict that is made anew at every
+A layer keeps values as users see them (durations as "1m 30s"). `get` reads from one dict that is filled anew at every
 change, with durations in seconds and the transport as a name: a look-up, fit for hot paths. All functions may be called
 from any thread. The environment is read at first use and by `install`, never at import: a bad variable then meets
 somebody who can report it.
@@ -16,7 +16,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Final, overload
+from typing import Any, Final, Protocol, overload
 
 from monarch.core.setting_kinds import ChannelTransport
 from monarch.core.setting_table import SETTINGS, BoolName, DurationName, IntName, StrName, setting_of
@@ -40,6 +40,35 @@ def _about(subject: str, convert: Callable[[Any], Any], value: object) -> Any:
         raise type(error)(f"{subject}: {error}") from None
 
 
+class Get(Protocol):
+    """The value that counts, for use: durations in seconds, the transport as a name or an address.
+
+    Raises:
+        ValueError, TypeError: no such setting; the first time also for a bad environment variable.
+    """
+
+    @overload
+    def __call__(self, name: DurationName, /) -> float: ...
+    @overload
+    def __call__(self, name: IntName, /) -> int: ...
+    @overload
+    def __call__(self, name: BoolName, /) -> bool: ...
+    @overload
+    def __call__(self, name: StrName, /) -> str: ...
+
+
+class _Values(dict[str, Any]):
+    """Empty until the environment was read. Looking one up calls no function of Python's, once they are there."""
+
+    def __init__(self, load: Callable[[], None]) -> None:
+        self._load = load
+
+    def __missing__(self, name: str) -> Any:
+        setting_of(name)
+        self._load()
+        return self[name]
+
+
 class Settings:
     """The layers of one process; `environ` is read at first use and by `install`."""
 
@@ -51,28 +80,8 @@ class Settings:
         self._client: dict[str, Any] = {}
         self._runtime: dict[str, Any] = {}
         self._merged: dict[str, Any] = {}
-        self._values: dict[str, Any] = {}  # empty until the environment was read; replaced, never changed
-
-    @overload
-    def get(self, name: DurationName) -> float: ...
-    @overload
-    def get(self, name: IntName) -> int: ...
-    @overload
-    def get(self, name: BoolName) -> bool: ...
-    @overload
-    def get(self, name: StrName) -> str: ...
-    def get(self, name: str) -> Any:
-        """The value that counts, for use: durations in seconds, the transport as a name or an address.
-
-        Raises:
-            ValueError, TypeError: no such setting; the first time also for a bad environment variable.
-        """
-        try:
-            return self._values[name]
-        except KeyError:
-            setting_of(name)
-            self._load()
-            return self._values[name]
+        self._values = _Values(self._load)
+        self.get: Get = self._values.__getitem__
 
     def merged(self) -> dict[str, Any]:
         """All settings with the values that count, as users see them."""
@@ -146,7 +155,7 @@ class Settings:
     def _merge(self) -> None:
         defaults = {setting.name: setting.default for setting in SETTINGS.values()}
         self._merged = {**defaults, **self._runtime, **self._client, **self._environment, **self._test}
-        self._values = {name: SETTINGS[name].kind.use(value) for name, value in self._merged.items()}
+        self._values.update({name: SETTINGS[name].kind.use(value) for name, value in self._merged.items()})
 
 
 _process: Final = Settings(os.environ)

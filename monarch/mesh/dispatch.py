@@ -280,7 +280,7 @@ class ActorBehavior:
         runtime = self._instance.proc_runtime
         receiver = envelope.src_proc if envelope.reply_port else port._proc_key
         try:
-            parts = codec.encode(result, runtime.memory_for_one(receiver))
+            parts = codec.encode(result, functools.partial(runtime.memory_for_one, receiver))
         except Exception as error:
             what, why = exceptions.type_name(result), exceptions.text_of(error)
             wrapped = TypeError(f"the result of type {what} cannot be sent: {why}")

@@ -308,10 +308,11 @@ class Endpoint(Generic[P, R]):
         """The parts of a call to all members, or to the one of that rank in the view."""
         self._spec.check(args, kwargs)
         keys = self._members.keys if rank is None else (self._members.keys[rank],)
+        find_memory = partial(sender.proc_runtime.memory_for, keys)
         if around_encoding is not None:
             with around_encoding(keys):
-                return [self._description, *codec.encode_call(args, kwargs, sender.proc_runtime.memory_for(keys))]
-        return [self._description, *codec.encode_call(args, kwargs, sender.proc_runtime.memory_for(keys))]
+                return [self._description, *codec.encode_call(args, kwargs, find_memory)]
+        return [self._description, *codec.encode_call(args, kwargs, find_memory)]
 
     def _ask(self, make: Callable[[Context, Members], S], args: Any, kwargs: Any, only: int | None = None) -> S:
         """Send to all members, or to `only` one, and return the sink that collects their replies."""

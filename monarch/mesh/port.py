@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from monarch.core import codec, exceptions
@@ -66,8 +67,7 @@ class Port(Generic[T]):
         if self._port is None:
             return
         owner = self._owner if self._owner is not None else context().actor_instance
-        memory = owner.proc_runtime.memory_for_one(self._proc_key)
-        self._send(codec.encode(value, memory), 0)
+        self._send(codec.encode(value, partial(owner.proc_runtime.memory_for_one, self._proc_key)), 0)
 
     def exception(self, error: BaseException) -> None:
         """Send an exception: whoever receives gets exactly it, raised."""

@@ -30,7 +30,7 @@
 #define PAUSE() atomic_signal_fence(memory_order_seq_cst)
 #endif
 
-enum { VERSION = 4 }; /* of what Python calls here; ring.py names the one that it needs */
+enum { VERSION = 5 }; /* of what Python calls here; ring.py names the one that it needs */
 enum { HEAD_BYTES = 256, MOST_PARTS = 32, LOOKS_EACH = 64 };
 #define SKIP UINT32_MAX
 #define ENCODED (UINT32_C(1) << 31)
@@ -393,6 +393,14 @@ static Ring *reader_at(PyObject *readers, Py_ssize_t at) {
     return NULL;
 }
 
+static int append_number(PyObject *list, Py_ssize_t number) { /* takes the list over where it fails */
+    PyObject *item = PyLong_FromSsize_t(number);
+    int failed = !item || PyList_Append(list, item);
+    Py_XDECREF(item);
+    if (failed) Py_DECREF(list);
+    return failed;
+}
+
 enum { MOST_LOOKED_AT = 256, YIELDS_WITHIN_NS = 100000 };
 
 /* Threads of this process that look, and so have let go of the interpreter. */
@@ -407,13 +415,13 @@ static void wait_for_interpreter(void) {
 static PyObject *module_look(PyObject *module, PyObject *const *args, Py_ssize_t n) {
     Ring *rings[MOST_LOOKED_AT];
     if (n != 4 || !PyTuple_Check(args[0]) || !PyByteArray_Check(args[3]) || PyByteArray_Size(args[3]) != 1) {
-        PyErr_SetString(PyExc_TypeError, "look(readers, epoll, time_ns, bell): a bell is a bytearray of one byte");
+        PyErr_SetString(PyExc_TypeError, "look(readers, epoll, time_s, bell): a bell is a bytearray of one byte");
         return NULL;
     }
     volatile char *bell = PyByteArray_AsString(args[3]);
     Py_ssize_t count = PyTuple_Size(args[0]);
     long epoll = PyLong_AsLong(args[1]);
-    uint64_t time_ns = PyLong_AsUnsignedLongLong(args[2]), longest = 0;
+    uint64_t time_ns = (uint64_t)(PyFloat_AsDouble(args[2]) * 1e9), longest = 0;
     if (PyErr_Occurred()) return NULL;
     if (count > MOST_LOOKED_AT) count = MOST_LOOKED_AT;
     for (Py_ssize_t i = 0; i < count; i++) {
@@ -444,7 +452,14 @@ static PyObject *module_look(PyObject *module, PyObject *const *args, Py_ssize_t
     }
     atomic_fetch_sub(&looking, 1);
     Py_END_ALLOW_THREADS;
-    return Py_BuildValue("(iK)", found, (unsigned long long)longest);
+    PyObject *ready = Py_None;
+    if (found) {
+        if (!(ready = PyList_New(0))) return NULL;
+        for (Py_ssize_t i = 0; i < count; i++) {
+            if (something_is_there(rings[i]) && append_number(ready, i)) return NULL;
+        }
+    }
+    return Py_BuildValue(found ? "(Nd)" : "(Od)", ready, (double)longest * 1e-9);
 }
 
 static PyObject *module_fall_asleep(PyObject *module, PyObject *readers) {
@@ -458,12 +473,8 @@ static PyObject *module_fall_asleep(PyObject *module, PyObject *readers) {
     for (int asleep = 0; found && asleep < 2 && !PyList_Size(found); asleep++) {
         for (Py_ssize_t i = 0; found && i < count; i++) {
             Ring *reader = reader_at(readers, i);
-            if (reader && (asleep ? !fall_asleep(reader) : something_is_there(reader))) {
-                PyObject *at = PyLong_FromSsize_t(i);
-                if (at && PyList_Append(found, at)) Py_CLEAR(found);
-                Py_XDECREF(at);
-            }
-            if (PyErr_Occurred()) Py_CLEAR(found);
+            if (!reader) Py_CLEAR(found);
+            else if ((asleep ? !fall_asleep(reader) : something_is_there(reader)) && append_number(found, i)) return NULL;
         }
     }
     return found;

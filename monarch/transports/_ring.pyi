@@ -27,7 +27,21 @@ class Frames(Protocol):
     def __len__(self) -> int: ...
     def __getitem__(self, at: int, /) -> list[Buffer] | tuple[Buffer, ...] | bytes: ...
 
-def look(readers: tuple[Reader, ...], epoll: int, time_ns: int, bell: bytearray, /) -> tuple[int, int]: ...
-def fall_asleep(readers: tuple[Reader, ...], /) -> list[int]: ...
-def ring_bell(fd: int, /) -> bool: ...
-def take_bell(fd: int, /) -> bool: ...
+def look(readers: tuple[Reader, ...], epoll: int, time_s: float, bell: bytearray, /) -> tuple[list[int] | None, float]:
+    """Look at the rings, at the bell, and now and then at what `epoll` has, until there is something or the time is
+    over. The places of the readers that have something, or None where there is nothing at all; and the seconds that the
+    longest round of looking took. The readers are awake from now on.
+
+    Args:
+        epoll: its descriptor, or -1.
+        bell: one byte. Another thread of this process that wants the one which looks sets it to other than 0.
+    """
+
+def fall_asleep(readers: tuple[Reader, ...], /) -> list[int]:
+    """The places of those that have something; where none has, all sleep from now on."""
+
+def ring_bell(fd: int, /) -> bool:
+    """Put a bell into the stream of that socket: a frame of no parts. False, and nothing is sent: there is no room."""
+
+def take_bell(fd: int, /) -> bool:
+    """Take a bell from the stream, if one comes next; between two frames only."""

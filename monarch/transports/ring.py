@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _DATA_BYTES: Final = 128 << 10
 """Frames of more than an eighth of it go another way."""
 _HEAD_BYTES: Final = 256
-_VERSION: Final = 4
+_VERSION: Final = 5
 
 try:
     from monarch.transports import _ring as compiled
@@ -70,28 +70,8 @@ def _mapped(fd: int) -> tuple[object, Mapping]:
     return mapping.marks, mapping
 
 
-def look(readers: tuple[Reader, ...], epoll: int, time_s: float, bell: bytearray) -> tuple[bool, float]:
-    """Look at the rings, at the bell, and now and then at what `epoll` has, until there is something or the time is
-    over. Whether there was, and the seconds that the longest round of looking took. The readers are awake from now on.
-
-    Args:
-        epoll: its descriptor, or -1.
-        bell: one byte. Another thread of this process that wants the one which looks sets it to other than 0.
-    """
-    found, longest_ns = compiled.look(readers, epoll, int(time_s * 1e9), bell)
-    return bool(found), longest_ns * 1e-9
-
-
-def fall_asleep(readers: tuple[Reader, ...]) -> list[int]:
-    """The places of those that have something; where none has, all sleep from now on."""
-    return compiled.fall_asleep(readers)
-
-
-def ring_bell(fd: int) -> bool:
-    """Put a bell into the stream of that socket: a frame of no parts. False, and nothing is sent: there is no room."""
-    return compiled.ring_bell(fd)
-
-
-def take_bell(fd: int) -> bool:
-    """Take a bell from the stream, if one comes next; between two frames only."""
-    return compiled.take_bell(fd)
+if compiled is not None:  # what every message calls, as it is; see `_ring.pyi`
+    look = compiled.look
+    fall_asleep = compiled.fall_asleep
+    ring_bell = compiled.ring_bell
+    take_bell = compiled.take_bell

@@ -117,7 +117,7 @@ class RingLink:
 
     @property
     def blocked(self) -> bool:
-        return self._stream.blocked
+        return bool(self._stream.out)
 
     def __repr__(self) -> str:
         return f"<RingLink to {self.peer}>"
@@ -129,17 +129,17 @@ class RingLink:
             stream, writer = self._stream, self._writer
             if writer is None:
                 return self._send(frames)
-            sent = pushed = 0
-            while sent < len(frames) and not stream.blocked:
-                more = writer.push(frames[sent:], self._sent)  # type: ignore[arg-type]
+            count, sent, pushed = len(frames), 0, 0
+            while sent < count and not stream.out:
+                more = writer.push(frames[sent:] if sent else frames, self._sent)  # type: ignore[arg-type]
                 sent, pushed = sent + more, pushed + more
-                if sent == len(frames) or max(map(len, frames[sent]), default=0) < BIG_BYTES:
+                if sent == count or max(map(len, frames[sent]), default=0) < BIG_BYTES:
                     break  # all are out, or the ring is full
                 pushed += self._send_large(writer, frames[sent])
                 sent += 1
             if pushed and writer.rouse():
                 stream.send_empty(ring.ring_bell)
-            return sent if sent == len(frames) else sent + self._send(frames[sent:])
+            return sent if sent == count else sent + self._send(frames[sent:])
 
     def _send(self, frames: Sequence[Sequence[Buffer]]) -> int:
         """Over the stream."""
@@ -167,7 +167,10 @@ class RingLink:
         frames: list[Frame] = []
         try:
             if reader is not None:
-                frames = self._pop(reader)
+                try:
+                    frames = reader.pop(self._received)
+                except ValueError as error:
+                    raise self._nonsense(error) from error
                 if frames and (not reader.was_rung() or (self._stream.is_between_frames and ring.take_bell(self._fd))):
                     return frames
             if not self._is_open and not self._open():
@@ -197,7 +200,10 @@ class RingLink:
         try:
             return reader.pop(self._received)
         except ValueError as error:
-            raise RemoteProtocolError(f"{self.peer}: {error}") from error
+            raise self._nonsense(error) from error
+
+    def _nonsense(self, error: ValueError) -> RemoteProtocolError:
+        return RemoteProtocolError(f"{self.peer}: {error}")
 
     def _place(self, mark: Buffer) -> int:
         if len(mark) != _MARK.size:

@@ -97,7 +97,8 @@ class StreamLink:
     encode: Callable[[Sequence[Sequence[Buffer]]], list[Buffer]] = encode_joined
     _room_event: int = select.POLLOUT  # how the descriptor says that there is room again
     _send_lock: AbstractContextManager[bool, None] = field(factory=threading.Lock)  # the receiver answers a goodbye
-    _out: deque[Buffer] = field(factory=deque, init=False)
+    out: deque[Buffer] = field(factory=deque, init=False)
+    """What waits for room; to look at."""
     _out_bytes: int = field(default=0, init=False)
     _end: TransportError | ProtocolError | None = field(default=None, init=False)
     _is_shut: bool = field(default=False, init=False)  # our goodbye is out, or nothing may be sent any more
@@ -109,7 +110,7 @@ class StreamLink:
 
     @property
     def blocked(self) -> bool:
-        return bool(self._out)
+        return bool(self.out)
 
     @property
     def is_between_frames(self) -> bool:
@@ -126,7 +127,7 @@ class StreamLink:
         with self._send_lock:
             if self._is_shut:
                 raise self._why_shut()
-            taken = self._room_for(frames) if len(frames) > 1 or self._out else len(frames)
+            taken = self._room_for(frames) if len(frames) > 1 or self.out else len(frames)
             if taken:
                 self._send(self.encode(frames if taken == len(frames) else frames[:taken]))
             else:
@@ -145,14 +146,14 @@ class StreamLink:
         with self._send_lock:
             if self._is_shut:
                 raise self._why_shut()
-            if self._out or not at_once(self._fd):
+            if self.out or not at_once(self._fd):
                 self._send(encode([]))
 
     def _why_shut(self) -> Exception:
         return self._end or LinkClosed(f"the link to {self.peer} is closed")
 
     def _send(self, buffers: list[Buffer]) -> None:
-        if len(buffers) == 1 and not self._out:  # the common case: a small frame, and room for it
+        if len(buffers) == 1 and not self.out:  # the common case: a small frame, and room for it
             buffer = buffers[0]
             try:
                 sent = self._sock.send(buffer)
@@ -163,7 +164,7 @@ class StreamLink:
             if sent == len(buffer):
                 return
             buffers = [memoryview(buffer)[sent:]]
-        self._out += buffers
+        self.out += buffers
         self._out_bytes += sum(map(len, buffers))
         self._flush()
 
@@ -186,15 +187,15 @@ class StreamLink:
     def _flush(self) -> bool:
         turn = 0
         try:
-            while self._out and turn < TURN_BYTES:
-                sent = send_some(self._sock, self._out)
+            while self.out and turn < TURN_BYTES:
+                sent = send_some(self._sock, self.out)
                 self._out_bytes -= sent
                 turn += sent
         except (BlockingIOError, InterruptedError):
             pass
         except OSError as error:
             raise self._broken(error) from error
-        return not self._out
+        return not self.out
 
     def _broken(self, error: OSError) -> LinkSevered:
         # What the peer sent before it died is still to be read, and `recv_nowait` finds out how it ended.
@@ -202,7 +203,7 @@ class StreamLink:
         return severed(self.peer, error)
 
     def _drop_output(self) -> None:
-        self._out.clear()
+        self.out.clear()
         self._out_bytes = 0
         self._is_shut = True
 
@@ -251,7 +252,7 @@ class StreamLink:
             if not self._is_shut:
                 self._drop_output()
                 if isinstance(self._end, LinkClosed):
-                    self._out.append(GOODBYE)
+                    self.out.append(GOODBYE)
                     self._finish_sending()
         with suppress(OSError):
             # Keeps the descriptor readable, so that whoever polls comes back for the error.
@@ -260,13 +261,13 @@ class StreamLink:
     def _finish_sending(self) -> bool:
         """True once everything is out and the peer can see that it was the last."""
         try:
-            while self._out:
-                send_some(self._sock, self._out)
+            while self.out:
+                send_some(self._sock, self.out)
             self._sock.shutdown(socket.SHUT_WR)
         except (BlockingIOError, InterruptedError):
             return False
         except OSError:
-            self._out.clear()
+            self.out.clear()
         return True
 
     def close(self, timeout_s: float = 5.0) -> bool:
@@ -277,7 +278,7 @@ class StreamLink:
             answering = self._end is not None  # there is nothing to wait for but room for our goodbye
             if not self._is_shut:
                 self._is_shut = True
-                self._out.append(GOODBYE)
+                self.out.append(GOODBYE)
             tail = Tail(self._decoder.pending)
             ended = False
             while not (sent := self._finish_sending()) or not (answering or ended):
@@ -290,9 +291,9 @@ class StreamLink:
                     ended = True
                     if not sent:  # it closed first, reads no more, and waits for our end of the stream
                         answering = True
-                        self._out.clear()
-                        self._out.append(GOODBYE)
-            self._out.clear()
+                        self.out.clear()
+                        self.out.append(GOODBYE)
+            self.out.clear()
         self._sock.close()
         if self._end is not None:
             return isinstance(self._end, LinkClosed)
@@ -310,7 +311,7 @@ class StreamLink:
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self._is_shut = True
         self._end = self._end or LinkClosed(f"the link to {self.peer} was aborted")
-        self._out.clear()
+        self.out.clear()
         self._sock.close()
 
 

@@ -29,7 +29,7 @@ ACTOR = 40
 
 
 class Member(Proc):
-    """A process with one actor, which answers each call with `replies`."""
+    """A process with one actor, itself, which answers each call with `replies`."""
 
     def __init__(self, net: Net, agent: Proc) -> None:
         super().__init__(ProcId(Uid.instance("m"), "", agent.proc_id), net.transport, SECRET, limits=Limits())
@@ -39,11 +39,12 @@ class Member(Proc):
         self.spawned: list[int] = []
         self.handlers["spawn"] = lambda envelope: self.spawned.append(envelope.dst_actor)
         self.gateway.listen("inproc://")
+        self.actors[ACTOR] = self  # type: ignore[assignment]
         agent.gateway.peers.of(self.proc_id)
         self.gateway.peers.connect(agent.proc_id)
         net.procs.append(self)
 
-    def _deliver_call(self, envelope: Envelope) -> None:
+    def post(self, envelope: Envelope) -> None:
         assert self.mailbox.put(envelope) is None
         while (call := self.mailbox.take()) is not None:
             self.got.append(bytes(call.parts[0]))
@@ -335,10 +336,13 @@ def test_who_casts_to_a_full_mailbox_hears_of_it_by_the_agent(net: Net) -> None:
     member, full = world.members[0], world.root.backpressure.full
     member.backpressure.limit_bytes = 100
     actor: Any = SimpleNamespace(mailbox=member.mailbox, actor_id=SimpleNamespace(number=ACTOR))
-    member._deliver_call = lambda call: (  # type: ignore[method-assign]
-        member.mailbox.put(call),
-        member.backpressure.arrived(actor, call),
-    )
+
+    def post(call: Envelope) -> None:
+        assert member.mailbox.put(call) is None
+        member.backpressure.arrived(actor, call)
+
+    actor.post = post
+    member.actors[ACTOR] = actor
     world.cast(bytes(1000))
     until(lambda: [*full] == [(member.key, ACTOR)])
     while member.mailbox.take() is not None:

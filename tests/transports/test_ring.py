@@ -108,12 +108,12 @@ def test_a_look_finds_what_is_in_a_ring_and_what_a_descriptor_has(ends):
     fd, bell = os.eventfd(0), bytearray(1)
     epoll = select.epoll()
     epoll.register(fd, select.EPOLLIN)
-    assert not ring.look((reader,), epoll.fileno(), 1e-4, bell)[0]
+    assert ring.look((reader,), epoll.fileno(), 1e-4, bell)[0] is None
     writer.push([[b"a"]], 0)
-    assert ring.look((reader,), epoll.fileno(), WAIT_S, bell)[0]
+    assert ring.look((reader,), epoll.fileno(), WAIT_S, bell)[0] == [0]
     reader.pop(0)
     os.eventfd_write(fd, 1)
-    assert ring.look((reader,), epoll.fileno(), WAIT_S, bell)[0]
+    assert ring.look((reader,), epoll.fileno(), WAIT_S, bell)[0] == []
     epoll.close()
     os.close(fd)
 
@@ -123,7 +123,7 @@ def test_a_look_ends_when_another_thread_rings_the_bell():
     bell = bytearray(1)
     thread = threading.Timer(0.0, lambda: bell.__setitem__(0, 1))
     thread.start()
-    assert ring.look((), -1, WAIT_S, bell)[0]
+    assert ring.look((), -1, WAIT_S, bell)[0] == []
     thread.join()
 
 

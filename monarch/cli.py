@@ -364,9 +364,13 @@ def _add_rdma(commands: Commands) -> None:
         "check",
         help="list devices, ports, GIDs and limits, try them, and say what is wrong",
         description="List the RDMA devices of this machine with their ports and GIDs, and the limits that matter; run "
-        "a transfer through the best one, and say in words what is wrong. Status 0 when a device works.",
+        "a transfer through the best one, try shared memory, and say in words what is wrong. Status 0 when transfers "
+        "between processes of this machine work, in the way that was asked for.",
     )
     check.add_argument("--target", default="", help="the device to try: nic:DEVICE, nic:DEVICE/PORT[/GID]")
+    check.add_argument(
+        "--path", choices=("ibverbs", "shm", "tcp"), help="the only way that will do (setting rdma_path)"
+    )
     check.set_defaults(run=_rdma_check)
 
 
@@ -375,7 +379,9 @@ def _rdma_check(args: argparse.Namespace) -> int:
     target = args.target or settings.get("rdma_ibverbs_target")
     disabled = settings.get("rdma_disable_ibverbs")
     import_module("monarch.verbs.node").prefer(target, settings.get("rdma_binding"), disabled=disabled)
-    report = import_module("monarch.onesided.check").Report()
+    if args.path:
+        settings.configure({"rdma_path": args.path})
+    report = import_module("monarch.onesided.check").Report(needs_device=bool(target))
     for line in report.lines():
         print(line, flush=True)
     return 0 if report.works else 1

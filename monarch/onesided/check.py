@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from typing import Final
 
+from monarch.core import settings
 from monarch.errors import MonarchError, NotViable, TransferError
 from monarch.onesided.exports import Place, exports
 from monarch.onesided.local import local
@@ -35,13 +36,19 @@ sys.stdin.read()
 
 
 class Report:
-    """Lines for people, and whether an RDMA device works.
+    """Lines for people, and whether transfers work in the way that was asked for: by the setting rdma_path, and with
+    the device that was named, if one was.
 
     Attributes:
-        works: set once all lines were taken.
+        device_works: whether an RDMA device does; set once all lines were taken, as `works` is.
     """
 
+    device_works = False
     works = False
+
+    def __init__(self, *, needs_device: bool = False) -> None:
+        self._path = settings.get("rdma_path")
+        self._needs_device = needs_device or self._path == "ibverbs"
 
     def lines(self) -> Iterator[str]:
         yield "RDMA devices"
@@ -58,11 +65,30 @@ class Report:
             yield f"  binding to libibverbs: {found.binding}"
             yield from self._loopback(found)
         yield "Between processes of this host"
-        yield f"  {_shared_memory()}"
+        mapped, not_copied = _shared_memory()
+        yield f"  {mapped}{not_copied or 'the kernel copies other memory (process_vm_readv)'}"
         path, reason = preferred()
         yield f"  path: {path}, as {reason}"
         yield "Between hosts"
-        yield "  path: " + (_WITH_DEVICE if self.works else "tcp, in chunks over the link")
+        yield f"  path: {self._between_hosts()}"
+        missing = "no RDMA device can be used" if self._needs_device and not self.device_works else ""
+        if self._path == "shm":
+            missing = missing or not_copied
+        elif path == "none":
+            missing = missing or reason
+        self.works = not missing
+        yield f"What was asked for does not work: {missing}" if missing else "Transfers work"
+
+    def _between_hosts(self) -> str:
+        if self._path == "shm":
+            return "none, as rdma_path asks for shm"
+        if self.device_works and self._path != "tcp":
+            return _WITH_DEVICE
+        if self._path == "ibverbs":
+            return "none, as rdma_path asks for ibverbs"
+        if self._path == "auto" and not settings.get("rdma_allow_tcp_fallback"):
+            return "none, as rdma_allow_tcp_fallback is off"
+        return "tcp, in chunks over the link"
 
     def _loopback(self, found: Node) -> Iterator[str]:
         try:
@@ -70,7 +96,7 @@ class Report:
         except (MonarchError, OSError, TimeoutError) as error:
             yield f"  a transfer to this process itself failed: {error}"
         else:
-            self.works = True
+            self.device_works = True
             yield f"  a transfer of 4 MiB to this process itself: {4 * _MIB / took_s / 1e9:.2f} GB/s"
 
 
@@ -127,10 +153,10 @@ def loopback(found: Node) -> float:
     return took_s
 
 
-def _shared_memory() -> str:
-    """Whether this process can use the memory of another one, which is started for it."""
+def _shared_memory() -> tuple[str, str]:
+    """What this process can use of the memory of another one, which is started for it, and why not all, or ""."""
     if not exports().place.host:
-        return "shared memory cannot be used: the kernel has no memfd, or no /proc"
+        return "", "shared memory cannot be used: the kernel has no memfd, or no /proc"
     other = subprocess.Popen(
         [sys.executable, "-c", _NEIGHBOUR], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -138,13 +164,13 @@ def _shared_memory() -> str:
         assert other.stdout is not None
         host, pid, fd, token, table = other.stdout.readline().split()
         neighbour = Neighbour(Place(host, int(pid), int(fd), bytes.fromhex(token), int(table)))
-        mapped = "memory of monarch.rdma.empty is mapped"
+        mapped = "memory of monarch.rdma.empty is mapped; "
         if neighbour.no_copying:
-            return f"{mapped}; other memory cannot be copied: {neighbour.no_copying}"
+            return mapped, f"other memory cannot be copied: {neighbour.no_copying}"
         found = ctypes.create_string_buffer(16)
         neighbour.read(ctypes.addressof(found), int(table), 16)
-        return f"{mapped}; the kernel copies other memory (process_vm_readv)"
+        return mapped, ""
     except (NotReachable, NeighbourGone, TransferError, ValueError) as error:
-        return f"shared memory cannot be used: {error}"
+        return "", f"shared memory cannot be used: {error}"
     finally:
         other.communicate()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from monarch.core import settings
 from monarch.errors import NotViable
 from monarch.onesided.check import Report
 from monarch.verbs import devices
@@ -32,10 +33,30 @@ def test_without_a_device_it_says_so_and_which_ways_are_left(monkeypatch, refuse
     report = Report()
     lines = list(report.lines())
 
-    assert not report.works
+    assert report.works and not report.device_works
     assert "  none: /sys/class/infiniband is empty. A software device will do: see docs/rdma.md" in lines
     assert "  cannot be used: what is wrong" in lines
-    assert lines[-1] == "  path: tcp, in chunks over the link"
+    assert lines[-2:] == ["  path: tcp, in chunks over the link", "Transfers work"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "fallback", "why"),
+    [
+        ("tcp", True, ""),
+        ("ibverbs", True, "no RDMA device can be used"),
+        ("shm", True, "other memory cannot be copied: it does not copy"),
+        ("auto", False, "and rdma_allow_tcp_fallback is off"),
+    ],
+)
+def test_what_was_asked_for_and_does_not_work_is_a_failure(monkeypatch, refused, asked, fallback, why):
+    monkeypatch.setattr("monarch.onesided.transfers.no_copying_here", lambda: "Function not implemented")
+    monkeypatch.setattr("monarch.onesided.neighbour.Neighbour._try_copying", lambda self: "it does not copy")
+    with settings.overridden(rdma_path=asked, rdma_allow_tcp_fallback=fallback):
+        report = Report()
+        lines = list(report.lines())
+
+    assert report.works is not bool(why)
+    assert why in lines[-1]
 
 
 def test_ports_are_listed_with_their_state_and_addresses(monkeypatch, refused):
@@ -78,9 +99,9 @@ def check(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]
 
 
 def test_devices_that_a_setting_forbids_are_not_used():
-    told = check(MONARCH_RDMA_DISABLE_IBVERBS="1")
+    told, asked = check(MONARCH_RDMA_DISABLE_IBVERBS="1"), check("--path", "ibverbs", MONARCH_RDMA_DISABLE_IBVERBS="1")
 
-    assert (told.returncode, told.stderr) == (1, "")
+    assert (told.returncode, told.stderr, asked.returncode) == (0, "", 1)
     assert "  cannot be used: rdma_disable_ibverbs is set\n" in told.stdout
 
 
@@ -90,7 +111,7 @@ def test_a_device_is_tried():
 
     assert (told.returncode, told.stderr) == (0, "")
     assert "the best of" in told.stdout and "a transfer of 4 MiB to this process itself: " in told.stdout
-    assert told.stdout.endswith("  path: ibverbs, where the other host has a device too\n")
+    assert told.stdout.endswith("  path: ibverbs, where the other host has a device too\nTransfers work\n")
 
 
 @pytest.mark.rdma

@@ -25,6 +25,10 @@ _OURS: Final = str(Path(__file__).parents[1]) + os.sep
 _EXAMPLES: Final = _OURS + "examples" + os.sep
 _STARTS: Final = (f"{_OURS}launch{os.sep}template.py", f"{_OURS}launch{os.sep}bootstrap.py")
 _PYTHON: Final = str(Path(threading.__file__).parent) + os.sep
+_DEBUGGER: Final = (
+    *(f"{_PYTHON}{name}.py" for name in ("bdb", "pdb")),
+    *(f"{_OURS}mesh{os.sep}{name}.py" for name in ("breakpoints", "remote_pdb")),
+)
 _SITE: Final = (os.sep + "site-packages" + os.sep, os.sep + "dist-packages" + os.sep)
 
 _THREAD: Final = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)(?: \[([^\]]*)\])? \(most recent call first\):")
@@ -176,15 +180,17 @@ class Shown:
 
 def condensed(frames: Sequence[Frame]) -> list[Shown]:
     """`frames` for a reader: what is before the first frame of the user's is left out; of a run of the library's own
-    in between or at the end, the first is kept, which says what was asked of it."""
+    in between or at the end, the first is kept, which says what was asked of it, but of a debugger's nothing: the
+    program stands where it was called."""
     first = next((at for at, frame in enumerate(frames) if frame.owner is Owner.USER), len(frames))
     shown = [Shown(None, first)] if first else []
     at = first
     while at < len(frames):
         end = at + 1
-        if frames[at].owner is Owner.LIBRARY:
+        debugs = frames[at].file in _DEBUGGER
+        if debugs or frames[at].owner is Owner.LIBRARY:
             while end < len(frames) and frames[end].owner is not Owner.USER:
                 end += 1
-        shown.append(Shown(frames[at], end - at - 1))
+        shown.append(Shown(None, end - at) if debugs else Shown(frames[at], end - at - 1))
         at = end
     return shown

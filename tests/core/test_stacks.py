@@ -39,6 +39,14 @@ def pythons(function):
     return Frame(f"{PYTHON}/asyncio/{function}.py", 1, function, Owner.PYTHON)
 
 
+DEBUGGER = [
+    Frame(f"{PYTHON}/bdb.py", 1, "trace_dispatch", Owner.PYTHON),
+    Frame(f"{PYTHON}/pdb.py", 1, "user_line", Owner.PYTHON),
+    Frame(f"{PACKAGE}/mesh/remote_pdb.py", 1, "interaction", Owner.LIBRARY),
+    pythons("get"),
+]
+
+
 def functions(stack):
     return [frame.function for frame in stack.frames]
 
@@ -154,6 +162,8 @@ def test_a_dump_is_read_with_the_most_recent_call_last():
             [Shown(users("a")), Shown(ours("call"), 1), Shown(users("b"))],
         ),
         ([ours("run"), pythons("wait")], [Shown(None, 2)]),
+        ([users("step"), *DEBUGGER], [Shown(users("step")), Shown(None, 4)]),
+        ([users("step"), *DEBUGGER, users("asked")], [Shown(users("step")), Shown(None, 4), Shown(users("asked"))]),
     ],
 )
 def test_frames_that_tell_little_are_left_out(frames, shown):

@@ -53,6 +53,8 @@ def _missing(marker: str) -> str | None:
         return None if devices or "RDMA_VM" in os.environ else "no RDMA device: /sys/class/infiniband is empty"
     if marker == "gpu":
         return None if os.path.exists("/dev/nvidiactl") else "no CUDA device: /dev/nvidiactl is missing"
+    if marker == "cable":
+        return None if "RDMA_VM" in os.environ else "no cable that may be pulled: RDMA_VM is not set"
     raise ValueError(marker)
 
 
@@ -64,7 +66,7 @@ def pytest_collection_finish() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what needs a device or a package that is not here, with the reason."""
-    reasons = {marker: _missing(marker) for marker in ("torch", "rdma", "gpu")}
+    reasons = {marker: _missing(marker) for marker in ("torch", "cable", "rdma", "gpu")}
     for item in items:
         for marker, reason in reasons.items():
             if reason and item.get_closest_marker(marker):

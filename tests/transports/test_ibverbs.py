@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -66,26 +65,25 @@ def test_a_peer_that_was_killed_is_followed_by_another():
     listener.close()
 
 
-if "RDMA_VM" in os.environ:  # only there is a cable that may be pulled
+@pytest.mark.cable
+def test_a_cable_that_is_pulled_severs_the_link_and_the_next_one_works():
+    node.prefer("nic:rxe0", settings.get("rdma_binding"))
+    listener = registry.get("ibverbs").listen(ADDRESSES["ibverbs"], SECRET)
+    with start_echo(listener.url, "nic:rxe1") as echo:
+        (link,) = wait_until(listener.accept_nowait, listener, wait_s=60)
+        assert echoed(link, [b"before"]) == [[b"before"]]
+        with cable.pulled():
+            try:
+                with pytest.raises(LinkSevered, match="does not answer: it is gone, or the cable is out"):
+                    echoed(link, [b"into the void"])
+            finally:
+                link.abort()
+                echo.wait(60)
 
-    def test_a_cable_that_is_pulled_severs_the_link_and_the_next_one_works():
-        node.prefer("nic:rxe0", settings.get("rdma_binding"))
-        listener = registry.get("ibverbs").listen(ADDRESSES["ibverbs"], SECRET)
-        with start_echo(listener.url, "nic:rxe1") as echo:
-            (link,) = wait_until(listener.accept_nowait, listener, wait_s=60)
-            assert echoed(link, [b"before"]) == [[b"before"]]
-            with cable.pulled():
-                try:
-                    with pytest.raises(LinkSevered, match="does not answer: it is gone, or the cable is out"):
-                        echoed(link, [b"into the void"])
-                finally:
-                    link.abort()
-                    echo.wait(60)
-
-        with start_echo(listener.url, "nic:rxe1") as echo:
-            (link,) = wait_until(listener.accept_nowait, listener, wait_s=60)
-            assert echoed(link, [b"after"]) == [[b"after"]]
-            link.abort()
-            echo.wait(60)
-        listener.close()
-        node.prefer("", settings.get("rdma_binding"))
+    with start_echo(listener.url, "nic:rxe1") as echo:
+        (link,) = wait_until(listener.accept_nowait, listener, wait_s=60)
+        assert echoed(link, [b"after"]) == [[b"after"]]
+        link.abort()
+        echo.wait(60)
+    listener.close()
+    node.prefer("", settings.get("rdma_binding"))

@@ -239,20 +239,19 @@ def test_a_loopback_transfer(nodes):
     assert loopback(nodes[0]) > 0
 
 
-if "RDMA_VM" in os.environ:  # only there is a cable that may be pulled
-
-    def test_the_cable_is_pulled_and_put_in_again(nodes):
-        ends = join(nodes, timing=SOON)
-        ends.move(Opcode.READ, MIB)
-        with cable.pulled():
-            with pytest.raises((TransferError, TimeoutError)) as told:
-                ends.move(Opcode.WRITE, MIB, limit_s=30)
-            for each in ends.close:
-                each.close()
-        assert "does not answer" in str(told.value)
-
-        ends = join(nodes)
-        ends.move(Opcode.READ, MIB)
-        assert ends.mine[:MIB] == ends.theirs[:MIB]
+@pytest.mark.cable
+def test_the_cable_is_pulled_and_put_in_again(nodes):
+    ends = join(nodes, timing=SOON)
+    ends.move(Opcode.READ, MIB)
+    with cable.pulled():
+        with pytest.raises((TransferError, TimeoutError)) as told:
+            ends.move(Opcode.WRITE, MIB, limit_s=30)
         for each in ends.close:
             each.close()
+    assert "does not answer" in str(told.value)
+
+    ends = join(nodes)
+    ends.move(Opcode.READ, MIB)
+    assert ends.mine[:MIB] == ends.theirs[:MIB]
+    for each in ends.close:
+        each.close()

@@ -58,7 +58,9 @@ class Ref:
     def shared(self) -> Memory:
         """Its memory, for whoever has a part in that."""
         if self.memory is None:
-            self.memory = Memory()
+            with self.place.lane.engine.lock:
+                if self.memory is None:  # still
+                    self.memory = Memory()
         return self.memory
 
     def drop(self, stack: Stack) -> None:

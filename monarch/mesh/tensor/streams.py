@@ -50,17 +50,18 @@ class Stream:
         if type(tensor) is not Tensor:
             raise TypeError(f"only distributed tensors are borrowed, not {type(tensor).__name__}")
         ref = tensor._ref
-        memory = ref.shared()
-        if memory.mutably or (mutable and memory.borrowed):
-            raise RuntimeError("Tensor cannot be borrowed: it is borrowed already, and two may not write to it")
-        if mutable and memory.borrow is not None and not memory.borrow.mutable:
-            raise RuntimeError("Tensor cannot be borrowed to be written to: it was lent without mutable=True")
-        refuse("borrow", [tensor], mesh=None, stream=ref.place.stream)
         lane = ref.place.lane
-        number = lane.engine.new()
-        lane.append((int(Op.ALIAS), ref.number, number), stack_of(sys._getframe(1)))
-        own = Ref(number, lane.place(self), ref.meta)
-        borrow = Borrow(memory, own, mutable)
+        with lane.engine.lock:
+            memory = ref.shared()
+            if memory.mutably or (mutable and memory.borrowed):
+                raise RuntimeError("Tensor cannot be borrowed: it is borrowed already, and two may not write to it")
+            if mutable and memory.borrow is not None and not memory.borrow.mutable:
+                raise RuntimeError("Tensor cannot be borrowed to be written to: it was lent without mutable=True")
+            refuse("borrow", [tensor], mesh=None, stream=ref.place.stream)
+            number = lane.engine.new()
+            lane.append((int(Op.ALIAS), ref.number, number), stack_of(sys._getframe(1)))
+            own = Ref(number, lane.place(self), ref.meta)
+            borrow = Borrow(memory, own, mutable)
         return Tensor(own), borrow
 
     def __repr__(self) -> str:
@@ -74,6 +75,7 @@ class Borrow:
         self.mutable = mutable
         own.memory = Memory(self)
         self._lent, self._own, self._memory = lent, weakref.ref(own), weakref.ref(own.memory)  # which have this
+        self._lock = own.place.lane.engine.lock
         self._over = False
         lent.borrowed += 1
         lent.mutably = mutable
@@ -84,11 +86,12 @@ class Borrow:
         Raises:
             RuntimeError: it has ended.
         """
-        if self._over:
-            raise RuntimeError("this borrow has been dropped already")
-        self._over = True
-        self._lent.borrowed -= 1
-        self._lent.mutably = False
+        with self._lock:
+            if self._over:
+                raise RuntimeError("this borrow has been dropped already")
+            self._over = True
+            self._lent.borrowed -= 1
+            self._lent.mutably = False
         stack = stack_of(sys._getframe(1))
         own, memory = self._own(), self._memory()
         if own is not None:

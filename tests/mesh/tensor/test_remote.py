@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
 import monarch
 from monarch import OpaqueRef, RemoteException, Stream, call_on_shard_and_fetch, fetch_shard, inspect, remote
 from monarch.actor import ActorError, this_host
+from monarch.mesh.tensor.handle import Memory
 
 
 def double(x: torch.Tensor) -> torch.Tensor:
@@ -325,6 +328,34 @@ def test_a_borrow_holds_for_all_views(procs):
         with borrow, pytest.raises(TypeError, match="BORROWED"):
             _ = base + 1
         assert inspect(base).tolist() == [2, 2, 1, 1]
+
+
+def test_views_that_two_threads_make_at_once_share_a_memory(procs, monkeypatch):
+    first, second_is_done = threading.Event(), threading.Event()
+
+    class Slow(Memory):
+        def __init__(self) -> None:
+            super().__init__()
+            if not first.is_set():
+                first.set()
+                second_is_done.wait(0.2)  # which waits for this one
+
+    monkeypatch.setattr("monarch.mesh.tensor.handle.Memory", Slow)
+    with procs.activate():
+        base = torch.ones(2)
+        found = []
+
+        def share(done: threading.Event) -> None:
+            found.append(base._ref.shared())
+            done.set()
+
+        threads = [threading.Thread(target=share, args=(each,)) for each in (threading.Event(), second_is_done)]
+        threads[0].start()
+        assert first.wait(20)
+        threads[1].start()
+        for thread in threads:
+            thread.join(20)
+    assert len(found) == 2 and found[0] is found[1]
 
 
 def test_a_borrow_that_is_forgotten_warns(procs):

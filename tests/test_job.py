@@ -211,6 +211,8 @@ def test_a_slurm_job_asks_for_nodes_and_gives_them_back(
 
 
 def test_without_slurm_a_slurm_job_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="job_start_timeout is -1; it must be a number of seconds"):
+        SlurmJob({"nodes": 1}, job_start_timeout=-1)
     monkeypatch.setenv("PATH", "/nowhere")
     job: JobTrait = SlurmJob({"nodes": 1})
     with pytest.raises(RuntimeError, match="sbatch is not installed here"):

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from monarch.core import duration
 from monarch.job.base import JobState, JobTrait
 from monarch.mesh import trust
 from monarch.mesh.attach import attach_with
@@ -66,6 +67,8 @@ class SlurmJob(JobTrait):
             )
         self._meshes = dict(meshes)
         self._python, self._port = python_exe, monarch_port
+        if job_start_timeout is not None:
+            duration.check("job_start_timeout", job_start_timeout)
         self._timeout_s = job_start_timeout
         self._log_dir = os.path.abspath(log_dir or ".monarch/logs")
         options = {

@@ -26,7 +26,7 @@ from attrs import define, field
 from monarch.core import settings
 from monarch.log import get_logger
 from monarch.mesh.display import Display, Source, Stream
-from monarch.mesh.lines import Intake, Origin
+from monarch.mesh.lines import Gate, Origin
 from monarch.wake import Wake
 
 log = get_logger("monarch.output")
@@ -40,7 +40,7 @@ _STUCK_S: Final = 1.0  # the report of a death waits so long for the output befo
 class _Pipe:
     stream: Stream
     fd: int
-    intake: Intake = field(factory=Intake)
+    gate: Gate = field(factory=Gate)
 
 
 @define(eq=False)
@@ -103,7 +103,7 @@ class Forwarder:
                 if self._pipes.get(pipe.fd) is pipe:  # else it has ended, and its descriptor may be another's by now
                     self._read_all(pipe)
                     self._forget(pipe)
-                if count := pipe.intake.take_count():
+                if count := pipe.gate.take_count():
                     self.display.tell_withheld(pipe.stream, count)
             self.display.end(pipes.source, then)
             self._overdue.append((time.monotonic() + _STUCK_S, then))
@@ -206,9 +206,9 @@ class Forwarder:
         if not data:
             return None
         if self.display.withholds():
-            pipe.intake.refuse(data)
+            pipe.gate.refuse(data)
             return len(data)
-        count, kept = pipe.intake.admit(data)
+        count, kept = pipe.gate.admit(data)
         if count:
             self.display.tell_withheld(pipe.stream, count)
         if kept:

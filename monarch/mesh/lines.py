@@ -137,7 +137,7 @@ class LineReader:
 
 
 @define(eq=False)
-class Intake:
+class Gate:
     """The bytes of one stream on their way to its `LineReader`, of which some have to be withheld: whole lines are,
     and they are counted."""
 

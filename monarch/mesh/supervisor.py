@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from attrs import define
 
+from monarch.core import duration
 from monarch.core.future import Future
 from monarch.core.ids import ActorId
 from monarch.errors import MeshError
@@ -95,8 +96,9 @@ def _machine(
     within_s: float = 5.0,
 ) -> Restarts:
     """Of the arguments of a `Supervisor`. Raises: ValueError, TypeError, when they make no sense."""
-    if max_restarts < 0 or not within_s > 0:
-        raise ValueError(f"max_restarts is {max_restarts}, within_s is {within_s}; not negative, and above 0")
+    if max_restarts < 0:
+        raise ValueError(f"max_restarts is {max_restarts}; it must not be negative")
+    duration.check("within_s", within_s, above_0=True)
     for child in children:
         if not isinstance(child, Child):
             raise TypeError(f"a Supervisor takes Child(name, Class, ...), not {child!r}")

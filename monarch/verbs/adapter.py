@@ -29,7 +29,6 @@ POLLED: Final = 16
 SUCCESS: Final = 0
 FLUSHED: Final = 5
 REMOTE_ACCESS: Final = 10
-RETRIES_EXCEEDED: Final = 12
 
 # Source: infiniband/verbs.h, `enum ibv_wc_status`
 _STATUS: Final = {

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monarch.mesh.lines import MAX_LINE_BYTES, Admission, Aggregator, Intake, Line, LineReader, Origin, ranges, shown
+from monarch.mesh.lines import MAX_LINE_BYTES, Admission, Aggregator, Gate, Line, LineReader, Origin, ranges, shown
 
 PROCESS = Origin("anon", 0)
 ACTOR = Origin("trainer", 3)
@@ -123,12 +123,12 @@ def test_without_prefix_a_line_is_what_was_printed():
     ],
 )
 def test_whole_lines_are_withheld_and_counted(refused, then, count, kept):
-    intake = Intake()
+    gate = Gate()
     for data in refused:
-        intake.refuse(data)
+        gate.refuse(data)
 
-    assert intake.admit(then) == (count, kept)
-    assert intake.take_count() == 0
+    assert gate.admit(then) == (count, kept)
+    assert gate.take_count() == 0
 
 
 def test_processes_wait_while_the_output_moves_and_lose_lines_when_it_is_stuck():

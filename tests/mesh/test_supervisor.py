@@ -563,7 +563,13 @@ class Hidden(Actor):
         (lambda: Child("a", Supervisor, [Worker]), TypeError, r"takes Child\(name, Class, ...\), not <class"),
         (lambda: Child("a", Supervisor, [Child("b", Worker)] * 2), ValueError, "two children have the name 'b'"),
         (lambda: Child("a", Supervisor, strategy="all"), ValueError, "'one_for_one', 'one_for_all', 'rest_for_one'"),
-        (lambda: Child("a", Supervisor, max_restarts=-1), ValueError, "not negative"),
+        (lambda: Child("a", Supervisor, max_restarts=-1), ValueError, "must not be negative"),
+        (
+            lambda: Child("a", Supervisor, within_s=0),
+            ValueError,
+            "within_s is 0; it must be a number of seconds, above 0",
+        ),
+        (lambda: Child("a", Supervisor, within_s="5s"), TypeError, "within_s is '5s'; it must be a number of seconds"),
     ],
 )
 def test_a_specification_that_cannot_work_is_refused(make: Any, error: type[Exception], match: str) -> None:

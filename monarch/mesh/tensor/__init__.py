@@ -9,7 +9,8 @@ to a *worker* actor on each process, which holds the shards by their numbers. No
 | `metadata`, `propagation` | what shape and dtype the results of an operator have; cached by operator and metadata |
 | `handle` | what a distributed tensor is on the controller, and when its shards are freed |
 | `dispatch`, `usage` | which operators go to the mesh; which uses of tensors are wrong |
-| `engine` | numbering, batching, how far the controller may run ahead, and what becomes of failures |
+| `lane` | batching, and how far the controller may run ahead |
+| `engine` | numbering, what workers must know, and what becomes of failures |
 | `commands` | the words that controller and workers have in common |
 | `worker`, `slots` | running commands; values that threads and processes hand over |
 | `groups`, `direct` | collectives: over torch.distributed; within a host |

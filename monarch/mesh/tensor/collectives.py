@@ -16,9 +16,11 @@ from monarch.core.ids import new_number
 from monarch.mesh.shape import check_dimensions
 from monarch.mesh.tensor.commands import Op
 from monarch.mesh.tensor.dispatch import refuse_wrong
-from monarch.mesh.tensor.engine import Lane, engine_of, here
+from monarch.mesh.tensor.engine import engine_of
+from monarch.mesh.tensor.errors import here
 from monarch.mesh.tensor.groups import REDUCTIONS, Reduction, result_meta
 from monarch.mesh.tensor.handle import Ref, Tensor
+from monarch.mesh.tensor.lane import Lane
 from monarch.mesh.tensor.metadata import dense_meta
 from monarch.mesh.tensor.streams import Stream, get_active_stream
 

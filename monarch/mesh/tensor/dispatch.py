@@ -20,9 +20,10 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from monarch.mesh.tensor.commands import Hole
-from monarch.mesh.tensor.engine import Place, engine_of, forget_templates, next_number
+from monarch.mesh.tensor.engine import engine_of, forget_templates, next_number
 from monarch.mesh.tensor.errors import stack_of
 from monarch.mesh.tensor.handle import Ref, Tensor, operators_are_issued_by
+from monarch.mesh.tensor.lane import Place
 from monarch.mesh.tensor.propagation import Plan, plan
 from monarch.mesh.tensor.streams import Stream, get_active_stream
 from monarch.mesh.tensor.usage import refuse

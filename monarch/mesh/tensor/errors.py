@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import linecache
+import sys
 from collections.abc import Sequence
 from types import CodeType, FrameType
 from typing import Any
@@ -26,6 +27,11 @@ def stack_of(frame: FrameType | None) -> Stack:
         stack.append(frame.f_lasti)
         frame = frame.f_back
     return stack
+
+
+def here(depth: int = 2) -> Stack:
+    """Where the function that calls this was called from."""
+    return stack_of(sys._getframe(depth))
 
 
 def format_stack(stack: Stack) -> str:

@@ -15,8 +15,10 @@ from torch.utils import _pytree as pytree
 
 from monarch.mesh.tensor.commands import NEW, Graph, Op
 from monarch.mesh.tensor.dispatch import active_place, refuse_wrong
-from monarch.mesh.tensor.engine import Lane, Place, here, next_number
+from monarch.mesh.tensor.engine import next_number
+from monarch.mesh.tensor.errors import here
 from monarch.mesh.tensor.handle import Ref, Tensor, handles
+from monarch.mesh.tensor.lane import Lane, Place
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -16,7 +16,7 @@ from monarch.mesh.tensor.metadata import Meta
 
 if TYPE_CHECKING:
     from monarch.mesh.proc_mesh import ProcMesh
-    from monarch.mesh.tensor.engine import Place
+    from monarch.mesh.tensor.lane import Place
     from monarch.mesh.tensor.streams import Borrow, Stream
 
 

@@ -25,8 +25,9 @@ from monarch.mesh.endpoint import describe_call
 from monarch.mesh.replies import FailFastReply
 from monarch.mesh.tensor.commands import Failure, Op
 from monarch.mesh.tensor.dispatch import active_mesh, active_place, refuse_wrong
-from monarch.mesh.tensor.engine import Lane, here
+from monarch.mesh.tensor.errors import here
 from monarch.mesh.tensor.handle import Tensor, handles
+from monarch.mesh.tensor.lane import Lane
 from monarch.mesh.tensor.metadata import Meta
 from monarch.mesh.tensor.remote import lift
 from monarch.mesh.tensor.slots import slots_here

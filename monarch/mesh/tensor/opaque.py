@@ -15,7 +15,8 @@ from torch.utils import _pytree as pytree
 
 from monarch.mesh.shape import check_dimensions
 from monarch.mesh.tensor.commands import Op
-from monarch.mesh.tensor.engine import engine_of, here
+from monarch.mesh.tensor.engine import engine_of
+from monarch.mesh.tensor.errors import here
 from monarch.mesh.tensor.handle import Ref, Tensor
 from monarch.mesh.tensor.metadata import dense_meta
 from monarch.mesh.tensor.streams import get_active_stream

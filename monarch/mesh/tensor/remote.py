@@ -19,8 +19,10 @@ from monarch.mesh.endpoint import Propagator
 from monarch.mesh.shape import Point
 from monarch.mesh.tensor.commands import Function, Hole, Op
 from monarch.mesh.tensor.dispatch import active_place, plain_torch, refuse_wrong
-from monarch.mesh.tensor.engine import Engine, Lane, Place, here
+from monarch.mesh.tensor.engine import Engine
+from monarch.mesh.tensor.errors import here
 from monarch.mesh.tensor.handle import Tensor, handles
+from monarch.mesh.tensor.lane import Lane, Place
 from monarch.mesh.tensor.metadata import Meta
 from monarch.mesh.tensor.worker import propagated
 from monarch.mesh.value_mesh import ValueMesh

@@ -12,7 +12,7 @@ from monarch.mesh.tensor.handle import Tensor, refused
 
 if TYPE_CHECKING:
     from monarch.mesh.proc_mesh import ProcMesh
-    from monarch.mesh.tensor.engine import Lane
+    from monarch.mesh.tensor.lane import Lane
     from monarch.mesh.tensor.streams import Stream
 
 

@@ -379,7 +379,7 @@ def test_many_different_operators_do_not_fill_the_workers(procs, monkeypatch):
 
 
 def test_a_mesh_that_is_gone_is_no_failure_of_another(procs, tensor_client, monkeypatch):
-    from monarch.mesh.tensor import dispatch, engine
+    from monarch.mesh.tensor import dispatch, lane
 
     gone = this_host().spawn_procs(name="gone")
     with gone.activate():
@@ -388,7 +388,7 @@ def test_a_mesh_that_is_gone_is_no_failure_of_another(procs, tensor_client, monk
     tensor_client.kill(gone)
     for mesh in ("tensor_depots", "tensor_workers"):
         tensor_client.expect_fault(mesh)
-    monkeypatch.setattr(engine, "FEWEST", 1)  # what is said to it is sent at once
+    monkeypatch.setattr(lane, "FEWEST", 1)  # what is said to it is sent at once
     monkeypatch.setattr(dispatch, "_MOST_PLANS", 5)
     with procs.activate():
         total = torch.zeros(1, dtype=torch.int64)

@@ -117,7 +117,7 @@ def test_the_controller_does_not_run_ahead_for_ever(real):
         for _ in range(100):
             x = step(x)
         lane = x._ref.place.lane
-        assert len(lane._sent) <= monarch.mesh.tensor.engine.AHEAD
+        assert len(lane._sent) <= monarch.mesh.tensor.lane.AHEAD
         inspect(x)
 
 

@@ -4,7 +4,7 @@ Decides by whom a byte may be sent to the layers above; leaves sockets, deadline
 the listeners.
 
 ```
-both      magic (8) version (u16) nonce (32)        at once, each to the other
+both      magic (8) version (u16) nonce (32)        the dialer at once, the acceptor when it has heard something
 acceptor  HMAC-SHA256(secret, "acceptor" + version + dialer's nonce + acceptor's nonce)
 dialer    HMAC-SHA256(secret, "dialer" + ...)       only after the acceptor's proof was good
 ```

@@ -1,7 +1,7 @@
 """The listener over a stream socket, which lets in only who proves the job's secret.
 
-Decides who may stay while the proof is not there, and who must go when there are too many, or no descriptors; leaves
-the proof to `auth`, and what becomes of a connection to whoever makes links of it.
+Decides how long one may stay while the proof is not there, and what to do without descriptors; leaves the proof to
+`auth`, who must go when there are too many to `newcomers`, and what becomes of a connection to whoever makes links.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ import math
 import selectors
 import socket
 import time
-from collections import Counter, OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from attrs import define, field
 
@@ -24,9 +23,14 @@ from monarch.errors import AuthenticationError, ProtocolError, TransportError
 from monarch.log import Sparing, get_logger
 from monarch.transports.auth import Handshake
 from monarch.transports.base import Link
+from monarch.transports.newcomers import Crowd, Newcomer, network_of
 from monarch.transports.stream import NO_DESCRIPTOR
 
 log = get_logger("monarch.listener")
+
+
+_AT_ONCE: Final = 4
+"""So many times as many as may be unfinished are taken in at a time: who is pushed out by then need not be watched."""
 
 
 class Acceptor(Protocol):
@@ -65,36 +69,9 @@ class Spare:
             self._sock = None
 
 
-@define(eq=False, repr=False)
-class _Newcomer:
-    sock: socket.socket
-    handshake: Handshake | None  # None: it has nothing to prove
-    deadline_s: float
-    unsent: bytes
-    greeting_bytes: int
-    address: Any = None
-    greeting: bytes = b""  # what it sent after the handshake
-
-    def greet(self) -> None:
-        """Say what we say first, which fits into an empty socket; TLS comes before it, where there is any."""
-        with suppress(BlockingIOError):
-            self.unsent = self.unsent[self.sock.send(self.unsent) :] if self.unsent else b""
-
-
 def words_for(error: Exception) -> str:
     """Why somebody was turned away, for the log; "" for connections that just broke."""
     return str(error) if isinstance(error, AuthenticationError | ProtocolError) else ""
-
-
-def network_of(address: Any) -> str:
-    """Whoever has one address of a network can have the others, too: over IPv6 there are 2^64. "" for unix sockets."""
-    if not isinstance(address, tuple):
-        return ""
-    host: str = address[0]
-    if ":" not in host:
-        return host
-    packed = socket.inet_pton(socket.AF_INET6, host.partition("%")[0])
-    return (packed[:8] if any(packed[:8]) else packed).hex()  # those without are IPv4 addresses, or loopback
 
 
 @define(eq=False, repr=False)
@@ -102,9 +79,11 @@ class StreamListener:
     """Accepts connections on a listening socket, which it owns, and hands out those that proved the secret.
 
     Nothing here blocks and no thread is needed: `fileno` is a selector over the socket and all newcomers, and
-    `accept_nowait` moves every one of them on as far as its bytes allow. At most `max_newcomers` are unfinished at a
-    time; one more pushes out the oldest, because a friend needs milliseconds and the oldest is most likely a stranger
-    that says nothing: the oldest of the network that most come from, so that a flood pushes out itself.
+    `accept_nowait` moves every one of them on as far as its bytes allow. Nobody is answered before he says something.
+
+    At most `max_newcomers` are unfinished at a time; one more pushes one out, see `Crowd`. They are taken in about as
+    fast as one stranger can come, 20 us each where he says nothing: while the queue of the kernel is full it drops
+    friends and strangers alike, and who was dropped tries again after a second, then after two more.
     """
 
     _sock: Acceptor
@@ -129,8 +108,8 @@ class StreamListener:
     selector: selectors.BaseSelector = field(factory=selectors.DefaultSelector, init=False)
     """Whatever else `adopt` has to wait for may be registered here, with a callable that raises nothing as data."""
     starved: OSError | None = field(default=None, init=False)
-    _newcomers: OrderedDict[int, _Newcomer] = field(factory=OrderedDict, init=False)
-    _heirs: set[_Newcomer] = field(factory=set, init=False)  # of whom nothing was heard yet
+    _newcomers: Crowd = field(factory=Crowd, init=False)
+    _heirs: set[Newcomer] = field(factory=set, init=False)  # of whom nothing was heard yet
     _spare: Spare = field(factory=Spare, init=False)
     _is_closed: bool = field(default=False, init=False)
     _sparing: Sparing = field(factory=partial(Sparing, log), init=False)
@@ -154,16 +133,16 @@ class StreamListener:
     def hand_down(self) -> list[int]:
         """As `Listener.hand_down`. Our end waits for the first bytes of the heir, as long as it takes to come up."""
         pairs = [] if self._is_closed else self._connections()
-        heirs: list[_Newcomer] = []
+        heirs: list[Newcomer] = []
         try:
             for near, _ in pairs:
                 near.setblocking(False)
-                heir = _Newcomer(near, None, math.inf, b"", self._heir_bytes)
-                self.selector.register(near, selectors.EVENT_READ, heir)
+                heir = Newcomer(near, math.inf, self._heir_bytes, is_heir=True)
+                self._watch(heir)
                 heirs.append(heir)
         except BaseException:
             for heir in heirs:
-                self.selector.unregister(heir.sock)
+                self.selector.unregister(heir.fd)
             for end in itertools.chain(*pairs):
                 end.close()
             raise
@@ -176,16 +155,16 @@ class StreamListener:
             return links
         for key, _ in self.selector.select(0):
             if key.fileobj is self._sock:
-                self._accept()
-            elif isinstance(key.data, _Newcomer):
-                if key.data.sock.fileno() >= 0:
+                self._accept(links)
+            elif isinstance(key.data, Newcomer):
+                if key.data.is_here:
                     self._advance(key.data, links)
             else:
                 link = key.data()
                 if link is not None:
                     links.append(link)
         now_s = self._clock()
-        while self._newcomers and (oldest := next(iter(self._newcomers.values()))).deadline_s <= now_s:
+        while self._newcomers and (oldest := next(iter(self._newcomers))).deadline_s <= now_s:
             self._forget(oldest)
         if links:
             self.starved = None
@@ -196,54 +175,56 @@ class StreamListener:
         if isinstance(error, OSError) and error.errno in NO_DESCRIPTOR:
             self.starved = error
 
-    def _accept(self) -> None:
-        for _ in range(self._max_newcomers):
+    def _accept(self, links: list[Link]) -> None:
+        fresh: list[Newcomer] = []
+        for _ in range(_AT_ONCE * self._max_newcomers):
             try:
                 sock, address = self._sock.accept()
             except (BlockingIOError, InterruptedError):
-                return
+                break
             except OSError as error:
                 if error.errno in NO_DESCRIPTOR:
                     self.starves(error)
-                    if not self._make_room():
-                        return
+                    if not self._make_room(links):
+                        break
                     continue
                 if error.errno in (errno.EBADF, errno.EINVAL):
-                    return
+                    break
                 continue  # the connection died in the queue, see accept(2)
             if not self._is_welcome(sock):
                 self._tell(address, AuthenticationError("the peer is another user's"))
                 sock.close()
                 continue
             sock.setblocking(False)
-            handshake = Handshake("acceptor", self._secret)
-            try:
-                sock = self._wrap(sock)
-                deadline_s = self._clock() + self._handshake_s
-                newcomer = _Newcomer(sock, handshake, deadline_s, handshake.greeting, self._greeting_bytes, address)
-                newcomer.greet()
-            except OSError as error:
-                self._tell(address, error)
-                sock.close()
-                continue
             if len(self._newcomers) >= self._max_newcomers:
-                self._push_one_out()
-            self._newcomers[sock.fileno()] = newcomer
-            self.selector.register(sock, selectors.EVENT_READ, newcomer)
+                self._push_one_out(links)
+            deadline_s = self._clock() + self._handshake_s
+            newcomer = Newcomer(sock, deadline_s, self._greeting_bytes, address)
+            self._newcomers.add(newcomer)
+            fresh.append(newcomer)
+        for newcomer in fresh:  # in a flood most of them are gone again
+            if newcomer.is_here and not newcomer.is_watched:
+                self._watch(newcomer)
 
-    def _make_room(self) -> bool:
+    def _watch(self, newcomer: Newcomer) -> None:
+        self.selector.register(newcomer.fd, selectors.EVENT_READ, newcomer)
+        newcomer.is_watched = True
+
+    def _make_room(self, links: list[Link]) -> bool:
         """No descriptor is free: give up a newcomer, else refuse the next one."""
         if self._newcomers:
-            self._push_one_out()
+            self._push_one_out(links)
             return True
         return self._spare.turn_away(self._sock)
 
-    def _advance(self, newcomer: _Newcomer, links: list[Link]) -> None:
-        handshake, sock = newcomer.handshake, newcomer.sock
+    def _advance(self, newcomer: Newcomer, links: list[Link]) -> None:
         try:
+            if not (newcomer.is_heir or newcomer.handshake) and not self._answer(newcomer):
+                return self._forget(newcomer)
             newcomer.greet()
             if newcomer.unsent:
                 return
+            handshake, sock = newcomer.handshake, newcomer.sock
             while handshake is not None and not handshake.done:
                 data = sock.recv(handshake.missing_bytes)
                 if not data:
@@ -271,6 +252,21 @@ class StreamListener:
         if link is not None:
             links.append(link)
 
+    def _answer(self, newcomer: Newcomer) -> bool:
+        """Begin the handshake, now that there is something from the newcomer. False: that is its end.
+
+        Raises: BlockingIOError, when there is nothing; OSError.
+        """
+        if not newcomer.sock.recv(1, socket.MSG_PEEK):
+            return False
+        newcomer.sock = self._wrap(newcomer.sock)
+        newcomer.handshake = Handshake("acceptor", self._secret)
+        newcomer.unsent = newcomer.handshake.greeting
+        self._newcomers.has_spoken(newcomer)
+        if not newcomer.is_watched:
+            self._watch(newcomer)
+        return True
+
     def _tell(self, address: Any, error: Exception) -> None:
         """Whoever keeps this process shall know why somebody cannot come in, who may know no more than that."""
         if words := self._words_for(error):
@@ -278,17 +274,25 @@ class StreamListener:
             peer = address[0] if network else "this host"
             self._sparing.warning("newcomer.refused", (network, words), address=self.url, peer=peer, reason=words)
 
-    def _push_one_out(self) -> None:
-        newcomers = self._newcomers.values()
-        ((most, _),) = Counter(network_of(each.address) for each in newcomers).most_common(1)
-        self._forget(next(each for each in newcomers if network_of(each.address) == most))
+    def _push_one_out(self, links: list[Link]) -> None:
+        count = len(self._newcomers)
+        while len(self._newcomers) == count:
+            newcomer = self._newcomers.last_choice()
+            if newcomer.handshake is None:
+                self._advance(newcomer, links)  # it may have said something since it came
+                if newcomer.handshake is not None:
+                    continue
+            if newcomer.is_here:
+                self._forget(newcomer)
 
-    def _forget(self, newcomer: _Newcomer, close: bool = True) -> None:
-        self.selector.unregister(newcomer.sock)
-        if newcomer.handshake is None:
+    def _forget(self, newcomer: Newcomer, close: bool = True) -> None:
+        newcomer.is_here = False
+        if newcomer.is_watched:
+            self.selector.unregister(newcomer.fd)
+        if newcomer.is_heir:
             self._heirs.discard(newcomer)
         else:
-            del self._newcomers[newcomer.sock.fileno()]
+            self._newcomers.remove(newcomer)
         if close:
             newcomer.sock.close()
 
@@ -297,7 +301,7 @@ class StreamListener:
             return
         self._is_closed = True
         self._on_close()
-        for newcomer in [*self._newcomers.values(), *self._heirs]:
+        for newcomer in [*self._newcomers, *self._heirs]:
             self._forget(newcomer)
         self._sock.close()
         self.selector.close()

@@ -33,6 +33,8 @@ log = get_logger("monarch.pairing")
 PAIRING_S: Final = 10.0
 MAX_PAIRING: Final = 128
 
+_BACKLOG: Final = 4096  # many come at once, and who is busy lets them wait
+
 Opener = Callable[[tuple[str, int], float], socket.socket]
 """Connects to a host and port, within seconds. Raises: OSError."""
 
@@ -120,7 +122,7 @@ def listening(url: str, address: Url) -> socket.socket:
         return _inherited(url, local.fd)
     family = socket.AF_INET6 if ":" in local.host else socket.AF_INET
     try:
-        return socket.create_server((local.host, local.port), family=family, backlog=1024)
+        return socket.create_server((local.host, local.port), family=family, backlog=_BACKLOG)
     except OSError as error:
         raise OSError(error.errno, f"cannot listen at {local}: {error.strerror or error}") from error
 

@@ -7,6 +7,8 @@ import pickle
 import resource
 import socket
 import struct
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -32,6 +34,7 @@ def served() -> Iterator[tuple[Address, int]]:
         address = inherited.getsockname()
         with worker(f"tcp://127.0.0.1:fd{inherited.fileno()}") as process:
             with _stranger(address) as first:
+                first.sendall(MAGIC)
                 assert _read(first, 42).startswith(MAGIC)  # it is up
             yield address, process.pid
 
@@ -138,3 +141,33 @@ def test_thousands_of_silent_and_half_finished_connections_keep_no_friend_out(se
             assert psutil.Process(pid).num_threads() < threads + 40
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+
+
+_FLOOD = """
+import collections, socket, sys
+address, held = (sys.argv[1], int(sys.argv[2])), collections.deque()
+while True:
+    sock = socket.socket()
+    sock.setblocking(False)
+    sock.connect_ex(address)
+    held.append(sock)
+    if len(held) > 900:
+        held.popleft().close()
+        if not sys.stdout.closed:
+            print("flooding", flush=True)
+            sys.stdout.close()
+"""
+
+
+@pytest.mark.slow
+def test_a_flood_of_connections_from_his_own_address_keeps_no_friend_out(served: tuple[Address, int]) -> None:
+    address, _ = served
+    command = [sys.executable, "-c", _FLOOD, *map(str, address)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as stranger:
+        try:
+            assert stranger.stdout is not None
+            assert stranger.stdout.readline() == b"flooding\n"
+            _a_friend_is_served(address)
+            assert stranger.poll() is None
+        finally:
+            stranger.kill()

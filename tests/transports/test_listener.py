@@ -14,8 +14,9 @@ import pytest
 
 from monarch.errors import AuthenticationError
 from monarch.transports import registry
-from monarch.transports.auth import Handshake
-from monarch.transports.listener import StreamListener, network_of
+from monarch.transports.auth import MAGIC, Handshake
+from monarch.transports.listener import StreamListener
+from monarch.transports.newcomers import network_of
 from monarch.transports.stream import StreamLink
 from tests.transports.drive import SECRET, dial_and_accept, exchange, wait_until
 
@@ -51,7 +52,6 @@ def test_a_newcomer_that_says_nothing_is_dropped_at_its_deadline(bound):
         now_s = 105.0
         listener.accept_nowait()
         assert listener.newcomer_count == 0
-        assert len(stranger.recv(100)) == 42
         assert stranger.recv(100) == b""
     listener.close()
 
@@ -62,7 +62,6 @@ def test_one_newcomer_too_many_pushes_out_the_oldest(bound):
     for _ in range(5):
         listener.accept_nowait()
     assert listener.newcomer_count == 3
-    assert [len(s.recv(100)) for s in strangers] == [42] * 5
     assert strangers[0].recv(1) == strangers[1].recv(1) == b""
     for s in strangers:
         s.close()
@@ -75,7 +74,8 @@ def test_a_flood_pushes_out_those_of_its_own_address():
 
         def newcomer(source: str) -> socket.socket:
             sock = stack.enter_context(socket.create_connection(server.getsockname(), 5, (source, 0)))
-            listener.accept_nowait()
+            sock.sendall(MAGIC)
+            wait_until(lambda: listener.accept_nowait() or readable(sock), listener)
             assert len(sock.recv(100)) == 42
             return sock
 
@@ -87,6 +87,44 @@ def test_a_flood_pushes_out_those_of_its_own_address():
             with pytest.raises(BlockingIOError):
                 each.recv(1)
         listener.close()
+
+
+def test_who_has_said_something_by_then_stays_and_the_silent_go(bound):
+    """All come from one place; the friend is the oldest, and speaks while the strangers are on their way."""
+    listener = listener_on(bound[0], max_newcomers=3)
+    with stranger_at(bound[1]) as friend, ExitStack() as stack:
+        wait_until(lambda: listener.accept_nowait() or listener.newcomer_count, listener)
+        handshake = Handshake("dialer", SECRET)
+        friend.sendall(handshake.greeting)
+        strangers = [stack.enter_context(stranger_at(bound[1])) for _ in range(10)]
+        wait_until(lambda: listener.accept_nowait() or readable(friend), listener)
+        assert [each.recv(1) for each in strangers[:8]] == [b""] * 8
+        handshake.feed(friend.recv(42, socket.MSG_WAITALL))
+        friend.sendall(handshake.feed(friend.recv(32, socket.MSG_WAITALL)))
+        (link,) = wait_until(listener.accept_nowait, listener)
+        link.abort()
+    listener.close()
+
+
+def test_nobody_is_answered_before_he_says_something(bound):
+    listener = listener_on(bound[0])
+    with stranger_at(bound[1]) as stranger:
+        wait_until(lambda: listener.accept_nowait() or listener.newcomer_count, listener)
+        assert listener.accept_nowait() == [] and not readable(stranger)
+        stranger.sendall(MAGIC[:1])
+        wait_until(lambda: listener.accept_nowait() or readable(stranger), listener)
+        assert stranger.recv(100).startswith(MAGIC)
+    listener.close()
+
+
+def test_those_who_wait_are_taken_in_together_however_many_may_stay(bound):
+    listener = listener_on(bound[0], max_newcomers=10)
+    with ExitStack() as stack:
+        strangers = [stack.enter_context(stranger_at(bound[1])) for _ in range(40)]
+        wait_until(lambda: listener.accept_nowait() or listener.newcomer_count, listener)
+        assert [each.recv(1) for each in strangers[:30]] == [b""] * 30
+        assert listener.newcomer_count == 10
+    listener.close()
 
 
 @pytest.mark.parametrize(
@@ -164,7 +202,7 @@ def turn_away(listener: StreamListener, stranger: socket.socket) -> None:
     """A dialer with another secret: it sees our proof, and leaves."""
     handshake = Handshake("dialer", b"another secret")
     stranger.sendall(handshake.greeting)
-    wait_until(lambda: listener.accept_nowait() or listener.newcomer_count, listener)
+    wait_until(lambda: listener.accept_nowait() or readable(stranger), listener)
     handshake.feed(stranger.recv(42, socket.MSG_WAITALL))
     wait_until(lambda: listener.accept_nowait() or readable(stranger), listener)
     with pytest.raises(AuthenticationError):

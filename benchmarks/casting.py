@@ -181,7 +181,10 @@ class Node(Proc):
             super().__init__(ProcId(Uid.instance(label), "", keeper), inproc.TRANSPORT, _SECRET)
         poller.pump = self.gateway.pump
 
-    def _deliver_call(self, envelope: Envelope) -> None:
+    def deliver(self, envelope: Envelope) -> None:
+        if envelope.kind != Kind.CALL:
+            super().deliver(envelope)
+            return
         self.send(envelope.reply([bytes(ANSWER_BYTES)], Flag.SILENT), None, may_wait=False)
 
 
@@ -273,7 +276,7 @@ def simulate(members: int, per_host: int = PER_HOST, fan_out: int = FAN_OUT) -> 
     root.ports[port] = answers
     payload: list[Buffer] = [bytes(PAYLOAD_BYTES)]
     message = Envelope(Kind.CALL, 0, 40, 0, root.key, 16, payload, Flag.SEQUENCED, reply_port=port)
-    root.relay.cast(message, branches, dict.fromkeys(range(members), 0))
+    root.caster.cast(message, branches, dict.fromkeys(range(members), 0))
     while world.ready and len(answers.ranks) < members:
         world.steps += 1
         turn, world.ready = world.ready, {}
@@ -281,7 +284,7 @@ def simulate(members: int, per_host: int = PER_HOST, fan_out: int = FAN_OUT) -> 
             poller.pump(0.0)
     steps = world.steps
     world.run()
-    assert answers.ranks == set(range(members)) and not root.relay._sent
+    assert answers.ranks == set(range(members)) and not root.caster._sent
     return Figures(
         members,
         len(agents),

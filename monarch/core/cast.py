@@ -1,10 +1,10 @@
-"""The way of a cast: which host passes it on to which. Pure.
+"""The way of a cast: which host passes it on to which, and what they tell each other. Pure.
 
 A cast is one message to many processes. It goes down a tree whose inner nodes are the agents of hosts: they run no code
 of users, so that none of them is ever busy, and each keeps the processes of its host, so that none of them can be lost
 without what it was to reach on its own host. A `Branch` is a host with its own members of the cast, and the branches
 below it. On the wire a branch is its *body*: what its agent must know, where the bodies of the branches below stay as
-they are.
+they are. The first part of the message is its *title*: what it is, and who sent it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,14 @@ from typing import Final
 
 from attrs import define, evolve
 
+from monarch.core.envelope import Envelope, Kind
 from monarch.core.ids import ProcId
 from monarch.errors import RemoteProtocolError
+from monarch.transports.base import Buffer
 
 _HEAD: Final = Struct("<QII")  # key of the process that passes it on to this host; how many members; how many branches
+_TAKEN: Final = Struct("<QQI")  # who cast, number of the cast, how many could not be reached; then their keys
+_KEY: Final = Struct("<Q")
 _CHILD: Final = Struct("<II")  # sizes in bytes: of the text of the host's agent, of the body
 
 
@@ -115,3 +119,30 @@ class Order:
             raise RemoteProtocolError(f"the plan of a cast cannot be read: {error}") from None
         keys, seqs, ranks = numbers[:count], numbers[count : 2 * count], numbers[2 * count :]
         return cls(parent, list(zip(keys, seqs, ranks, strict=True)), below)
+
+
+def cast_of(message: Envelope, agent: int, parts: list[Buffer], number: int) -> Envelope:
+    """The message of a cast for the agent of a branch; `parts` are its title, the body of the branch, and the rest."""
+    cast = message.for_member(agent, 0, number, parts)
+    cast.kind = Kind.CAST
+    return cast
+
+
+def title_of(kind: int, origin: str) -> bytes:
+    """Of a message of that kind, from the process of that text form."""
+    return bytes((kind,)) + origin.encode()
+
+
+def taken_of(origin: int, number: int, lost: Sequence[int]) -> bytes:
+    """What an agent says when all below have a cast of the process `origin`, but for the hosts in `lost`."""
+    return _TAKEN.pack(origin, number, len(lost)) + b"".join(map(_KEY.pack, lost))
+
+
+def read_taken(said: bytes) -> Iterator[tuple[int, int, list[int]]]:
+    """(origin, number, lost) of each `taken_of`, one after the other."""
+    at = 0
+    while at < len(said):
+        origin, number, count = _TAKEN.unpack_from(said, at)
+        at += _TAKEN.size
+        yield origin, number, [key for (key,) in _KEY.iter_unpack(said[at : at + 8 * count])]
+        at += 8 * count

@@ -16,6 +16,7 @@ from typing import Any, Final, Protocol, cast
 
 from monarch.core import codec, exceptions, inquiries
 from monarch.core.backpressure import Backpressure
+from monarch.core.caster import Caster
 from monarch.core.crossing import Crossings
 from monarch.core.driver import make_driver
 from monarch.core.envelope import MESSAGE_TTL, CallKey, Envelope, Flag, Kind
@@ -98,7 +99,8 @@ class Proc:
         self._unborn: dict[int, list[Envelope]] = {}
         self._lock = threading.Lock()
         self.locator = Locator(self)
-        self.relay = Relay(self)
+        self.caster = Caster(self)
+        self.relay = Relay(self, self.caster)
         self.gateway = Gateway(
             proc_id,
             transport,
@@ -381,6 +383,7 @@ class Proc:
             actor.forget(key)
             if isinstance(actor, Instance):
                 actor.mailbox.forget_sender(key)
+        self.caster.proc_gone(peer, down)
         self.relay.proc_gone(peer, down)
         for hook in list(self.on_proc_gone):
             try:
@@ -413,7 +416,7 @@ class Proc:
         self.gateway.close(timeout_s)
         self.locator.close()
         self.backpressure.close()
-        self.relay.close()
+        self.caster.close()
         down = Down("stopped", f"process {self.proc_id.uid}, which waits for it, has closed its links")
         for peer in self.gateway.peers:
             if peer.down is None:

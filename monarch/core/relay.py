@@ -1,8 +1,8 @@
-"""Casts on their way: by the agents of hosts to many processes, and the answers back, several at a time.
+"""Casts on their way: an agent of a host passes them on to many processes, and the answers back, several at a time.
 
-Theory of operation. Whoever casts sends a CAST to the agent of each branch of the tree (`cast`). An agent sends the
-branches below on to theirs, and the message to the processes of its host, as PASSED_ON, which a process takes as the
-CALL, SPAWN or SYSTEM message that it is. Nobody unpickles anything that is the user's on the way.
+Theory of operation. An agent to which somebody has sent a CAST (`caster`) sends the branches below on to theirs, and
+the message to the processes of its host, as PASSED_ON, which a process takes as the CALL, SPAWN or SYSTEM message that
+it is. Nobody unpickles anything that is the user's on the way.
 
 - *Order.* A message has its sender's number for that receiver from the beginning, and mailboxes restore the order
   whatever way each took. So a message may also be sent twice: the second is dropped.
@@ -10,36 +10,25 @@ CALL, SPAWN or SYSTEM message that it is. Nobody unpickles anything that is the 
   have come, at most as long as they took themselves, and no longer than `_LINGER_MOST_S`; then they travel together.
   Large ones, and those of a process that has sent values to ports there, go directly.
 - *TAKEN.* An agent tells who passed a cast on to it once all below have it: the agents below have said so, and no
-  process of its own has more waiting than its buffer should hold. Who cast keeps the message until then, and so knows
-  how much is under way (`wait_for_taken`).
+  process of its own has more waiting than its buffer should hold.
 - *Launches.* Who casts may be ahead of who has the processes launched: an agent keeps what is for one that it has not
   heard of, for a while, and all that comes behind it.
-- *Death.* An agent that cannot pass a cast on says so with TAKEN, and who cast sends it to all hosts of that branch
-  itself, as it does with what was below an agent that is gone before it said TAKEN. With an agent the processes of its
-  host are gone, and no others. An agent tells of the end of a process whoever has cast to it.
+- *Death.* An agent that cannot pass a cast on says so with TAKEN. It tells of the end of a process whoever has cast to
+  it.
 
-Threads. `cast`, `wait_for_taken`, `when_taken`, `speaks_to` and `choose_way` run on any; all else runs on the driving
-thread, with two exceptions. Who casts may find an agent gone while it sends: then `_lost`, and what that calls, runs
-there. `close` runs on the thread that closes, when nobody drives any more. What `when_taken` is given runs on any of
-these. `_lock` guards what they share: `_sent`, the `branches` and flags of each, `_load`, `_waiting` and `_when_taken`.
-A single key is looked up without it, and what is found may be over a moment later. `_spoken_to` needs no lock: a thread
+Threads. `speaks_to` and `choose_way` run on any, all else on the driving thread. `_spoken_to` needs no lock: a thread
 that answers has itself told before of what it sent to ports.
 """
 
 from __future__ import annotations
 
-import itertools
-import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from struct import Struct
 from typing import TYPE_CHECKING, Final
 
 from attrs import define, field
 
-from monarch.core.cast import Branch, Order, body_of
-from monarch.core.driver import Signal
+from monarch.core.cast import Order, cast_of, read_taken, taken_of
 from monarch.core.envelope import Envelope, Flag, Kind
 from monarch.core.ids import ProcId
 from monarch.core.monitor import Down
@@ -49,6 +38,7 @@ from monarch.transports import memory
 from monarch.transports.base import Buffer, Missing
 
 if TYPE_CHECKING:
+    from monarch.core.caster import Caster
     from monarch.core.proc import Proc
 
 ALONE_BYTES: Final = 1 << 16
@@ -61,20 +51,6 @@ _GATHERED_MOST: Final = 1024
 _TAKEN_S: Final = 0.1  # after so long TAKEN travels alone
 _TAKEN_BYTES: Final = 1 << 16  # of a cast for which it travels at once
 _AWAITED_MOST: Final = 4096
-_TAKEN: Final = Struct("<QQI")  # who cast, number of the cast, how many could not be reached; then their keys
-_KEY: Final = Struct("<Q")
-
-
-@define(eq=False)
-class _Sent:
-    """A cast of this process, until all have it."""
-
-    number: int
-    message: Envelope
-    seqs: Mapping[int, int]
-    size_bytes: int
-    is_deep: bool
-    branches: dict[int, Branch] = field(factory=dict)  # by the key of the agent that has not said TAKEN
 
 
 @define(eq=False)
@@ -98,16 +74,10 @@ class _Awaited:
 
 
 class Relay:
-    """See the module; the part of `proc` that has to do with casts."""
+    """See the module; the part of `proc` that has to do with the casts of others."""
 
-    def __init__(self, proc: Proc) -> None:
-        self._proc = proc
-        self._lock = threading.Lock()
-        self._numbers = itertools.count(1)
-        self._sent: dict[int, _Sent] = {}
-        self._load: dict[int, int] = {}  # bytes on their way, by the key of the agent that they go by first
-        self._waiting: list[Signal] = []
-        self._when_taken: list[tuple[set[int], Callable[[], None]]] = []
+    def __init__(self, proc: Proc, caster: Caster) -> None:
+        self._proc, self._caster = proc, caster
         self._passed: dict[tuple[int, int], _Passed] = {}
         self._owed: dict[int, list[bytes]] = {}  # TAKEN that is to be told, by whom
         self._telling: set[int] = set()  # those that will be told in a while
@@ -115,165 +85,14 @@ class Relay:
         self._gathered: dict[Peer, list[list[Buffer]]] = {}
         self._callers: dict[int, set[int]] = {}  # by process of this host: those who have cast to it
         self._origins: dict[bytes, ProcId] = {}
-        self._title: tuple[ProcId, bytes] | None = None
         self._spoken_to: set[int] = set()
-
-    # ---- who casts
-
-    def cast(self, message: Envelope, branches: Sequence[Branch], seqs: Mapping[int, int]) -> None:
-        """Send `message`, which names no process, to all members of `branches`. What cannot be delivered comes back as
-        bounces, one for each member.
-
-        Args:
-            seqs: rank -> this sender's number of the message for that member; empty for one that is not numbered.
-        """
-        sent = _Sent(
-            next(self._numbers), message, seqs, sum(map(len, message.parts)), any(each.below for each in branches)
-        )
-        with self._lock:
-            self._sent[sent.number] = sent
-            self._expect(sent, branches)
-        for branch in branches:
-            self._send(sent, branch)
-
-    def _expect(self, sent: _Sent, branches: Iterable[Branch]) -> None:
-        """TAKEN is to come from these. The lock is held."""
-        for branch in branches:
-            key = branch.host.key
-            sent.branches[key] = branch
-            self._load[key] = self._load.get(key, 0) + sent.size_bytes
-
-    def _send(self, sent: _Sent, branch: Branch) -> None:
-        message, key = sent.message, branch.host.key
-        parts = [self._titled(message.kind), body_of(branch, self._proc.key, sent.seqs), *message.parts]
-        down = self._proc.gateway.send(_cast_of(message, key, parts, sent.number), branch.host)
-        if down is not None:
-            self._lost(sent, key, down, unsure=False)
-
-    def _titled(self, kind: int) -> bytes:
-        """The first part of a message that is passed on: what it is, and who sent it."""
-        proc = self._proc.proc_id
-        if self._title is None or self._title[0] is not proc:
-            self._title = proc, str(proc).encode()
-        return bytes((kind,)) + self._title[1]
-
-    def _over(
-        self, sent: _Sent, key: int, lost: Callable[[Branch], Iterable[Branch]], *, unsure: bool
-    ) -> tuple[Branch, list[Branch]] | None:
-        """Nothing more is to be heard of a branch; None when that was known. In its place come the hosts of what was
-        `lost` of it, which are to be sent the message: at the same moment, or else the cast could seem to be over."""
-        with self._lock:
-            branch = sent.branches.pop(key, None)
-            if branch is None:
-                return None
-            if unsure:
-                sent.message.flags |= Flag.UNSURE  # also of the copies that follow, whatever becomes of them
-            self._load[key] -= sent.size_bytes
-            if not self._load[key]:
-                del self._load[key]
-            again = [host for each in lost(branch) for host in each.hosts()]
-            self._expect(sent, again)
-            waiting, self._waiting = self._waiting, []
-        for signal in waiting:
-            signal.notify()
-        return branch, again
-
-    def _settle(self, sent: _Sent) -> None:
-        with self._lock:
-            if sent.branches:
-                return
-            self._sent.pop(sent.number, None)
-            for numbers, _ in self._when_taken:
-                numbers.discard(sent.number)
-            due = [then for numbers, then in self._when_taken if not numbers]
-            self._when_taken = [each for each in self._when_taken if each[0]]
-        for then in due:
-            then()
-
-    def _lost(self, sent: _Sent, key: int, down: Down, *, unsure: bool) -> None:
-        """An agent is gone, and its processes with it; those below are reached without it. `unsure`: it may have passed
-        the message on before."""
-        found = self._over(sent, key, lambda branch: branch.below, unsure=unsure)
-        if found is None:
-            return
-        branch, again = found
-        for member, rank in zip(branch.keys, branch.ranks, strict=True):
-            self._proc.bounce(sent.message.for_member(member, rank, 0, []), down)
-        for each in again:
-            self._send(sent, each)
-        self._settle(sent)
-
-    def wait_for_taken(self, branches: Sequence[Branch]) -> None:
-        """Block while the link to one of these agents is full, or more is on its way by it, and not TAKEN yet, than the
-        buffer of a link should hold."""
-        gateway = self._proc.gateway
-        limit_bytes = gateway.limits.send_buffer_bytes
-        signal = Signal()
-        for branch in branches:
-            key = branch.host.key
-            gateway.wait_for_room((key,))
-            while self._load.get(key, 0) > limit_bytes:
-                signal.clear()
-                with self._lock:
-                    if gateway.is_closed:
-                        return
-                    if self._load.get(key, 0) <= limit_bytes:
-                        break
-                    if signal not in self._waiting:
-                        self._waiting.append(signal)
-                self._proc.driver.wait(signal, 1.0)
-
-    def when_taken(self, then: Callable[[], None]) -> None:
-        """Call `then` once the hosts of all casts so far have them, where several lie between; at once if they do, or
-        nobody will hear of it, because this process has closed. What is sent to an agent then is behind them."""
-        with self._lock:
-            numbers = {sent.number for sent in self._sent.values() if sent.is_deep}
-            if numbers and not self._proc.gateway.is_closed:
-                self._when_taken.append((numbers, then))
-                return
-        then()
-
-    def close(self) -> None:
-        """This process has closed its links: nobody will hear of TAKEN."""
-        with self._lock:
-            waiting, self._waiting = self._waiting, []
-            due, self._when_taken = self._when_taken, []
-        for signal in waiting:
-            signal.notify()
-        for _, then in due:
-            then()
-
-    def _on_taken(self, envelope: Envelope) -> None:
-        said = bytes(envelope.parts[0])
-        at = 0
-        while at < len(said):
-            origin, number, count = _TAKEN.unpack_from(said, at)
-            at += _TAKEN.size
-            lost = [key for (key,) in _KEY.iter_unpack(said[at : at + 8 * count])]
-            at += 8 * count
-            if origin == self._proc.key:
-                self._taken(number, envelope.src_proc, lost)
-            elif (passed := self._passed.get((origin, number))) is not None:
-                self._reached(passed, envelope.src_proc, lost)
-
-    def _taken(self, number: int, agent: int, lost: list[int]) -> None:
-        sent = self._sent.get(number)
-        if sent is None:
-            return
-        # Some of the lost may have reached their hosts all the same.
-        found = self._over(sent, agent, lambda branch: _found(branch, lost), unsure=bool(lost))
-        if found is None:
-            return
-        for each in found[1]:
-            self._send(sent, each)
-        self._settle(sent)
 
     # ---- who passes it on
 
     def _on_cast(self, envelope: Envelope) -> None:
         title, body, *parts = envelope.parts
         order = Order.read(bytes(body))
-        origin = self._origin(bytes(title))
+        _, origin = self._read(title)
         passed = _Passed(order.parent, origin.key, envelope.seq, order.parent != origin.key)
         if Missing in map(type, parts):
             self._refuse(envelope, title, order)
@@ -290,7 +109,7 @@ class Relay:
         size_bytes = sum(map(len, parts))
         passed.at_once = passed.at_once or size_bytes >= _TAKEN_BYTES
         for host, body in order.below:
-            cast = _cast_of(envelope, host.key, [title, body, *parts], envelope.seq)
+            cast = cast_of(envelope, host.key, [title, body, *parts], envelope.seq)
             if gateway.send(cast, host) is None:
                 passed.waiting.add(host.key)
             else:
@@ -345,6 +164,13 @@ class Relay:
                 shared.append(part)
         return shared
 
+    def _on_taken(self, envelope: Envelope) -> None:
+        for origin, number, lost in read_taken(bytes(envelope.parts[0])):
+            if origin == self._proc.key:
+                self._caster.on_taken(number, envelope.src_proc, lost)
+            elif (passed := self._passed.get((origin, number))) is not None:
+                self._reached(passed, envelope.src_proc, lost)
+
     def _reached(self, passed: _Passed, key: int, lost: list[int]) -> None:
         """One below has it, but for the hosts in `lost`."""
         if key not in passed.waiting:
@@ -358,7 +184,7 @@ class Relay:
 
     def _owe(self, passed: _Passed) -> None:
         owed = self._owed.setdefault(passed.parent, [])
-        owed.append(_TAKEN.pack(passed.origin, passed.number, len(passed.lost)) + b"".join(map(_KEY.pack, passed.lost)))
+        owed.append(taken_of(passed.origin, passed.number, passed.lost))
         if passed.at_once or passed.lost:
             self._tell_taken(passed.parent)
         elif passed.parent not in self._telling:
@@ -420,16 +246,14 @@ class Relay:
     # ---- who is meant
 
     def _on_passed_on(self, envelope: Envelope) -> None:
-        title = bytes(envelope.parts.pop(0))
-        self._origin(title)
-        envelope.kind = title[0]
+        envelope.kind, _ = self._read(envelope.parts.pop(0))
         keeper = self._proc.proc_id.keeper
         envelope.via = keeper.key if keeper is not None else 0
         self._proc.deliver(envelope)
 
-    def _origin(self, title: bytes) -> ProcId:
-        """Who cast; from now on it is known how to reach it."""
-        name = title[1:]
+    def _read(self, title: Buffer) -> tuple[int, ProcId]:
+        """What a message is, and who cast it; from now on it is known how to reach him."""
+        kind, name = title[0], bytes(title[1:])
         origin = self._origins.get(name)
         if origin is None:
             if len(self._origins) >= _AWAITED_MOST:
@@ -437,7 +261,7 @@ class Relay:
             origin = self._origins[name] = ProcId.from_string(name.decode())
         if origin.key not in self._proc.gateway.peers:
             self._proc.gateway.peers.of(origin)
-        return origin
+        return kind, origin
 
     def speaks_to(self, key: int) -> None:
         """A value goes to a port of that process, directly: answers do not overtake it from now on."""
@@ -462,10 +286,6 @@ class Relay:
     def proc_gone(self, gone: Peer, down: Down) -> None:
         """A process has ended, and all that it sent was delivered."""
         key = gone.key
-        with self._lock:
-            under_way = list(self._sent.values())
-        for sent in under_way:
-            self._lost(sent, key, down, unsure=bool(gone.pid))
         for passed in list(self._passed.values()):
             self._reached(passed, key, [key])
         for peer in list(self._gathered):
@@ -476,17 +296,3 @@ class Relay:
             del self._awaited[port]
         self._owed.pop(key, None)
         self._spoken_to.discard(key)
-
-
-def _cast_of(message: Envelope, agent: int, parts: list[Buffer], number: int) -> Envelope:
-    """The message of a cast for the agent of a branch."""
-    cast = message.for_member(agent, 0, number, parts)
-    cast.kind = Kind.CAST
-    return cast
-
-
-def _found(branch: Branch, keys: list[int]) -> list[Branch]:
-    """The branches of those agents, of a branch that was sent to the first; none that is below another."""
-    if branch.host.key in keys:
-        return [branch]
-    return [each for below in branch.below for each in _found(below, keys)]

@@ -208,7 +208,7 @@ class ActorMesh(MeshView, Generic[A]):
             # Room is wanted on the links, then on the way by the agents (which say TAKEN), then in the mailboxes.
             runtime.wait_for_room([self._targets[rank][0] for rank in ranks])
             if branches:
-                runtime.relay.wait_for_taken(branches)
+                runtime.caster.wait_for_taken(branches)
             if runtime.backpressure.full:
                 for key, _ in self._targets if only is None else (self._targets[only],):
                     runtime.backpressure.wait(key, self._number, sender, self._name)
@@ -246,7 +246,7 @@ class ActorMesh(MeshView, Generic[A]):
             passed_on = (rank for branch in branches for host in branch.hosts() for rank in host.ranks)
             seqs = {rank: sender.next_seq(targets[rank][0], number) for rank in passed_on}
             try:
-                runtime.relay.cast(call, branches, seqs)
+                runtime.caster.cast(call, branches, seqs)
             except BaseException:
                 for rank, seq in seqs.items():
                     self._skip(sender, rank, seq)

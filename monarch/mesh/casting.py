@@ -62,7 +62,7 @@ def send_to_all(runtime: Proc, message: Envelope, targets: Targets, seqs: Mappin
     far = _by_host(runtime, targets)
     branches = [_branch(host, targets, ranks) for host, ranks in far]
     if branches:
-        runtime.relay.cast(message, branches, seqs)
+        runtime.caster.cast(message, branches, seqs)
     passed_on = {at for _, ats in far for at in ats}
     for at in passed_on:
         runtime.gateway.peers.of(targets[at][1])  # known from now on: it is gone when its host is
@@ -70,7 +70,7 @@ def send_to_all(runtime: Proc, message: Envelope, targets: Targets, seqs: Mappin
         if at not in passed_on:
             runtime.send(message.for_member(key, at, seqs.get(at, 0), list(message.parts)), proc)
     if branches:
-        runtime.relay.wait_for_taken(branches)
+        runtime.caster.wait_for_taken(branches)
 
 
 def tell_all(runtime: Proc, procs: Sequence[ProcId], *message: Any) -> None:
@@ -80,7 +80,7 @@ def tell_all(runtime: Proc, procs: Sequence[ProcId], *message: Any) -> None:
     far = [(proc.key, proc) for proc in procs if not runtime.gateway.peers.is_linked(proc)]
     branches = [_branch(host, far, ats) for host, ats in _by_host(runtime, far)]
     if branches:
-        runtime.relay.cast(news, branches, _UNNUMBERED)
+        runtime.caster.cast(news, branches, _UNNUMBERED)
     passed_on = {key for branch in branches for key in branch.keys}
     for proc in procs:
         if proc.key not in passed_on:

@@ -175,7 +175,7 @@ class OwnedProcs:
             stopped = joined(runtime, asked, self._forget)
             stopped._on_done(lambda: result._complete(lambda: stopped.get(0)))
 
-        runtime.relay.when_taken(ask)
+        runtime.caster.when_taken(ask)
         return result
 
     def _forget(self) -> None:

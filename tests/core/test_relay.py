@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
@@ -12,7 +11,7 @@ import pytest
 from attrs import evolve
 
 from monarch.core import codec
-from monarch.core.cast import Branch, tree
+from monarch.core.cast import Branch, taken_of, tree
 from monarch.core.driver import Signal
 from monarch.core.envelope import Envelope, Flag, Kind
 from monarch.core.ids import ProcId, Uid
@@ -112,7 +111,7 @@ class World:
 
     def cast(self, data: bytes, port: int = 0, ranks: Sequence[int] | None = None) -> None:
         meant = range(len(self.members)) if ranks is None else ranks
-        self.root.relay.cast(self.call(data, port), self.branches(ranks), self.numbers(meant))
+        self.root.caster.cast(self.call(data, port), self.branches(ranks), self.numbers(meant))
 
     def directly(self, data: bytes, rank: int) -> None:
         member = self.members[rank]
@@ -133,8 +132,8 @@ def test_a_cast_reaches_all_and_their_answers_come_back(net: Net) -> None:
     world.cast(b"x", answers.number)
     until(lambda: len(answers.got) == 10)
     assert all(member.got == [b"x"] for member in world.members)
-    until(lambda: not world.root.relay._sent)
-    assert not world.root.relay._load
+    until(lambda: not world.root.caster._sent)
+    assert not world.root.caster._load
     # Nobody was reached in another way than by the agent of its host.
     assert all(world.root.gateway.peers[member.key].link is None for member in world.members)
 
@@ -245,7 +244,7 @@ def test_hosts_below_an_agent_that_dies_get_the_cast_once_all_the_same(net: Net)
     world.agents[0].gateway.peers.declare_gone(middle.proc_id, Down("unreachable", "its host is gone"))
     until(lambda: answers.got.keys() == {0, 1, 4, 5})
     until(lambda: sorted(answers.bounced_ranks) == [2, 3])
-    until(lambda: not world.root.relay._sent)
+    until(lambda: not world.root.caster._sent)
     assert [member.got for member in world.members] == [[b"x"], [b"x"], [], [], [b"x"], [b"x"]]
 
 
@@ -270,7 +269,7 @@ def test_what_is_ahead_of_the_launch_of_its_process_waits_for_that(net: Net, fan
     late.handlers["spawn"] = lambda envelope: order.append("spawned")
     late.replies = lambda data: order.append("called") or data  # type: ignore[func-returns-value]
     parts = codec.encode(())
-    world.root.relay.cast(world.call(parts[0], 0, Kind.SPAWN), world.branches(), {})  # type: ignore[arg-type]
+    world.root.caster.cast(world.call(parts[0], 0, Kind.SPAWN), world.branches(), {})  # type: ignore[arg-type]
     world.cast(b"x", answers.number)
     until(lambda: len(agent.locator.unlaunched.get(late.key, ())) == 2 and answers.got.keys() == {0, 1, 2})
     assert not order and not answers.bounced_ranks
@@ -278,7 +277,7 @@ def test_what_is_ahead_of_the_launch_of_its_process_waits_for_that(net: Net, fan
     agent.locator.launch(late.proc_id)
     until(lambda: len(answers.got) == 4)
     assert order == ["spawned", "called"] and not agent.locator.unlaunched
-    until(lambda: not world.root.relay._sent)
+    until(lambda: not world.root.caster._sent)
 
 
 def test_what_is_for_a_process_that_nobody_launches_comes_back(net: Net) -> None:
@@ -289,7 +288,7 @@ def test_what_is_for_a_process_that_nobody_launches_comes_back(net: Net) -> None
     world.cast(b"x", answers.number)
     until(lambda: answers.bounced_ranks == [2] and answers.got.keys() == {0, 1, 3})
     assert not answers.unsure_ranks
-    until(lambda: not world.root.relay._sent)
+    until(lambda: not world.root.caster._sent)
 
 
 def test_what_a_host_may_have_passed_on_before_its_end_is_of_unknown_fate(net: Net) -> None:
@@ -327,7 +326,7 @@ def test_what_is_sent_again_may_have_been_served_before(net: Net) -> None:
 
 def test_messages_that_are_not_numbered_are_passed_on_as_what_they_are(net: Net) -> None:
     world = World(net, hosts=2, each=2, fan_out=2)
-    world.root.relay.cast(world.call(codec.encode(())[0], 0, Kind.SPAWN), world.branches(), {})  # type: ignore[arg-type]
+    world.root.caster.cast(world.call(codec.encode(())[0], 0, Kind.SPAWN), world.branches(), {})  # type: ignore[arg-type]
     until(lambda: all(member.spawned == [ACTOR] for member in world.members))
 
 
@@ -359,10 +358,10 @@ def test_who_casts_waits_while_a_member_takes_nothing(net: Net) -> None:
     full.send_buffer_bytes = -1
     world.cast(bytes(2 << 20))
     until(lambda: all(member.got for member in world.members))
-    assert world.root.relay._load[world.agents[0].key] > world.root.gateway.limits.send_buffer_bytes
+    assert world.root.caster._load[world.agents[0].key] > world.root.gateway.limits.send_buffer_bytes
     agent.gateway.call_later(0.0, lambda: _make_room(full))
-    world.root.relay.wait_for_taken(world.branches())
-    assert not world.root.relay._load
+    world.root.caster.wait_for_taken(world.branches())
+    assert not world.root.caster._load
 
 
 def _make_room(peer: object) -> None:
@@ -375,24 +374,24 @@ def test_what_is_sent_once_all_have_a_cast_comes_behind_it(net: Net) -> None:
     world = World(net, hosts=3, each=1, fan_out=1)
     order: list[str] = []
     world.cast(b"x")
-    world.root.relay.when_taken(lambda: order.append("taken"))
+    world.root.caster.when_taken(lambda: order.append("taken"))
     until(lambda: order == ["taken"])
-    world.root.relay.when_taken(lambda: order.append("at once"))
+    world.root.caster.when_taken(lambda: order.append("at once"))
     assert order == ["taken", "at once"]
 
 
 def test_whoever_waits_for_taken_goes_on_when_this_process_closes(net: Net) -> None:
     world = World(net, hosts=1, each=1, fan_out=1)
-    relay = world.root.relay
+    caster = world.root.caster
     world.agents[0].relay.deliver = lambda envelope: None  # type: ignore[method-assign]
     world.cast(bytes(2 << 20))
-    thread = threading.Thread(target=relay.wait_for_taken, args=(world.branches(),), daemon=True)
+    thread = threading.Thread(target=caster.wait_for_taken, args=(world.branches(),), daemon=True)
     thread.start()
-    until(lambda: relay._waiting)
+    until(lambda: caster._waiting)
     world.root.close(0.1)
     thread.join(LIMIT_S)
     assert not thread.is_alive()
-    relay.wait_for_taken(world.branches())  # returns
+    caster.wait_for_taken(world.branches())  # returns
 
 
 def test_what_waits_for_all_to_have_a_cast_is_done_when_this_process_closes(net: Net) -> None:
@@ -400,17 +399,17 @@ def test_what_waits_for_all_to_have_a_cast_is_done_when_this_process_closes(net:
     order: list[str] = []
     world.agents[0].relay.deliver = lambda envelope: None  # type: ignore[method-assign]
     world.cast(b"x")
-    world.root.relay.when_taken(lambda: order.append("before"))
+    world.root.caster.when_taken(lambda: order.append("before"))
     assert not order
     world.root.close(0.1)
-    world.root.relay.when_taken(lambda: order.append("after"))
+    world.root.caster.when_taken(lambda: order.append("after"))
     assert order == ["before", "after"]
 
 
 def test_a_cast_is_known_while_what_was_below_a_lost_agent_is_sent_again(net: Net) -> None:
     """The thread that casts finds one of two agents gone; meanwhile the driving one takes TAKEN of the other."""
     world = World(net, hosts=3, each=1, fan_out=1)
-    root, relay = world.root, world.root.relay
+    root, caster = world.root, world.root.caster
     lost, below, other = (
         Branch(agent.proc_id, (member.key,), (rank,))
         for rank, (agent, member) in enumerate(zip(world.agents, world.members, strict=True))
@@ -420,30 +419,30 @@ def test_a_cast_is_known_while_what_was_below_a_lost_agent_is_sent_again(net: Ne
     answers = Answers(root)
 
     def bounced(envelope: Envelope, down: Down) -> None:
-        until(lambda: other.host.key not in relay._load)
-        relay.when_taken(lambda: order.append("taken"))
+        until(lambda: other.host.key not in caster._load)
+        caster.when_taken(lambda: order.append("taken"))
         assert not order
         world.members[1].replies = lambda data: order.append("called") or data  # type: ignore[func-returns-value]
         order.append("bounced")
 
     answers.bounced = bounced  # type: ignore[method-assign]
-    relay.cast(world.call(b"x", answers.number), (other, evolve(lost, below=(below,))), world.numbers(range(3)))
+    caster.cast(world.call(b"x", answers.number), (other, evolve(lost, below=(below,))), world.numbers(range(3)))
     until(lambda: len(order) == 3)
     assert order == ["bounced", "called", "taken"]
-    assert not relay._sent and not relay._load
+    assert not caster._sent and not caster._load
 
 
 def test_a_host_below_one_that_could_not_be_reached_is_sent_a_cast_once(net: Net) -> None:
     world = World(net, hosts=3, each=1, fan_out=1)
-    relay = world.root.relay
+    relay, caster = world.root.relay, world.root.caster
     answers = Answers(world.root)
     told: list[Envelope] = []
     world.agents[0].relay.deliver = told.append  # type: ignore[method-assign]
     world.cast(b"x", answers.number)
     until(lambda: told)
     lost = [agent.key for agent in world.agents[1:]]
-    said = struct.pack("<QQI2Q", world.root.key, told[0].seq, 2, *lost)
+    said = taken_of(world.root.key, told[0].seq, lost)
     taken = Envelope(Kind.TAKEN, world.root.key, 0, 0, world.agents[0].key, 0, [said], Flag.SILENT)
     world.root.gateway.call_later(0.0, lambda: relay.deliver(taken))
-    until(lambda: answers.got.keys() == {1, 2} and not relay._sent)
-    assert not relay._load
+    until(lambda: answers.got.keys() == {1, 2} and not caster._sent)
+    assert not caster._load

@@ -94,8 +94,8 @@ def test_nobody_on_another_host_is_dialed_to_be_told_something() -> None:
         world.root.gateway.peers.connect(linked.proc_id)
         until(lambda: world.root.gateway.peers[linked.key].link is not None)
         by_agents: list[int] = []
-        cast = world.root.relay.cast
-        world.root.relay.cast = lambda message, branches, seqs: (  # type: ignore[method-assign]
+        cast = world.root.caster.cast
+        world.root.caster.cast = lambda message, branches, seqs: (  # type: ignore[method-assign]
             by_agents.extend(key for branch in branches for key in branch.keys),
             cast(message, branches, seqs),
         )[1]

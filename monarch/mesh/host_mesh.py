@@ -222,7 +222,7 @@ class HostMesh(MeshView):
         owner = context().actor_instance
         runtime = owner.proc_runtime
         for each in self._owned_by(owner):
-            each.stopping = each.stopping or f"its hosts are {ended}"
+            each.expect_end(f"its hosts are {ended}")
         self._ended = ended
         left = [each.leave(f"its hosts are {ended}", shut_down=shut_down) for each in self._attachments or ()]
         result: Future[None] = Future._pending(runtime.driver, lambda: f"a host mesh that is being {ended}")

@@ -57,6 +57,7 @@ class OwnedActors:
         self._told: set[int] = set()
         self._when_told: dict[int, Callable[[], None]] = {}
         self._lock = threading.Lock()
+        self._ending = False
         self._stopping: str | None = None
         self._stopped = self._new_stop()
 
@@ -67,7 +68,8 @@ class OwnedActors:
                 return False
             self.downs[rank] = down
             all_down = len(self.downs) == len(self.procs)
-            expected = told or down.stopped or (self._stopping is not None and not down.crashed)
+            ends = self._ending or self._stopping is not None
+            expected = told or down.stopped or (ends and not down.crashed)
         self.owner.forget(self.procs[rank].key, self.number)
         if all_down:
             self.owner.owned.pop(self.number, None)
@@ -102,6 +104,10 @@ class OwnedActors:
             if proc.key == key:
                 reported = self.member_down(rank, down) or reported
         return reported
+
+    def expect_end(self) -> None:
+        """Its processes are being stopped."""
+        self._ending = True
 
     def stop(self, reason: str) -> Future[None]:
         with self._lock:
@@ -159,6 +165,13 @@ class OwnedProcs:
             return False
         self.owner.supervise(MeshFailure(self.name, [rank], self._describe(rank), down))
         return True
+
+    def expect_end(self, reason: str) -> None:
+        """It ends with its hosts, and what its owner has there."""
+        self.stopping = self.stopping or reason
+        for each in list(self.owner.owned.values()):
+            if isinstance(each, OwnedActors) and any(proc.key in self.ranks for proc in each.procs):
+                each.expect_end()
 
     def stop(self, reason: str, grace_s: float | None = None) -> Future[None]:
         """Stop the actors, then the processes; resolves when all are gone. After `grace_s` they are signalled."""

@@ -161,6 +161,17 @@ def test_addresses_may_be_futures(client: TestClient, workers: list[str]) -> Non
     assert len(pids.get(LIMIT_S)) == 2
 
 
+def test_a_worker_that_ends_while_it_is_left_fails_nothing(client: TestClient, tmp_path: Path) -> None:
+    with worker(f"ipc://{tmp_path}/w") as served:
+        hosts = attach_to_workers(workers=[served.url])
+        assert hosts.spawn_procs().spawn("w", Worker).pid.call_one().get(LIMIT_S)
+        os.kill(served.pid, signal.SIGSTOP)
+        left = hosts.stop()
+        served.kill()
+        left.get(LIMIT_S)
+    client.check_faults()
+
+
 def test_shutdown_ends_processes_and_workers(client: TestClient, tmp_path: Path) -> None:
     with worker(f"ipc://{tmp_path}/w", log=tmp_path / "output") as served:
         hosts = attach_to_workers(workers=[served.url])

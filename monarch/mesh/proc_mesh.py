@@ -235,15 +235,17 @@ class ProcMesh(MeshView):
 
         entry.engine_of(self)
 
-    def rank_tensor(self, dim: str) -> Tensor:
-        """A distributed tensor that holds each process's coordinate.
+    def rank_tensor(self, dims: str | Sequence[str] | None) -> Tensor:
+        """A distributed tensor that holds each process's coordinate; of several dimensions, or of all (None), the
+        row-major rank in them.
 
         Raises:
             KeyError: no such dimension.
+            ValueError: a dimension is there twice.
         """
         from monarch.mesh.tensor import entry
 
-        return entry.rank_tensor(self, dim)
+        return entry.rank_tensor(self, dims)
 
     def rank_tensors(self) -> dict[str, Tensor]:
         """`rank_tensor` of every dimension."""

@@ -150,12 +150,12 @@ def reduce_(tensors: Any, dims: Dims = None, reduction: str = "sum", scatter: bo
     return _of_each(reduced, tensors)
 
 
-def rank_tensor(mesh: ProcMesh, dim: str) -> Tensor:
+def rank_tensor(mesh: ProcMesh, dims: Dims) -> Tensor:
     """See `ProcMesh.rank_tensor`."""
-    check_dimensions(mesh._region, (dim,))
     lane = engine_of(mesh).lane(mesh)
+    labels = _dims(lane, dims)
     number = lane.engine.new()
-    lane.append((int(Op.RANK), dim, number), here())
+    lane.append((int(Op.RANK), labels, number), here())
     return Tensor(Ref(number, lane.place(get_active_stream()), dense_meta((), torch.int64, _CPU)))
 
 

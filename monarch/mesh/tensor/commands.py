@@ -26,7 +26,7 @@ class Op(IntEnum):
     REDUCE = -3  # see `groups.Reduction`
     SEND = -4  # ref, [(receiving rank, slot)] by own rank
     RECEIVE = -5  # slot (None: not for this rank), result
-    RANK = -6  # dimension, result
+    RANK = -6  # dimensions, result
     ALIAS = -7  # ref, result
     PUBLISH = -8  # slot, refs
     TAKE = -9  # slot, first result, number of results

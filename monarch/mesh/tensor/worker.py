@@ -344,9 +344,12 @@ class Worker(Actor):
             self._fail(error, result, 1)
 
     def _rank(self, command: Command) -> None:
-        _, dim, result = command
+        _, dims, result = command
         region, at = self._coordinates()
-        self.table[result] = torch.tensor(at[region._labels.index(dim)])
+        rank = 0
+        for axis in map(region._labels.index, dims):
+            rank = rank * region._slice.sizes[axis] + at[axis]
+        self.table[result] = torch.tensor(rank)
 
     def _alias(self, command: Command) -> None:
         _, ref, result = command

@@ -33,6 +33,19 @@ def shard(host: int, gpu: int, dtype: torch.dtype, rows: int = 4) -> torch.Tenso
     return ((base * (gpu + 1) + 5 * host) % 7).to(dtype)
 
 
+def test_a_rank_of_several_dimensions_is_row_major(procs):
+    both, turned = procs.rank_tensor(("hosts", "gpus")), procs.rank_tensor(["gpus", "hosts"])
+    sizes = procs.sizes
+
+    assert at(both, 1, 0).item() == sizes["gpus"]
+    assert at(turned, 1, 0).item() == 1
+    assert at(procs.rank_tensor(None), 1, 1).item() == sizes["gpus"] + 1
+    with pytest.raises(KeyError, match="racks"):
+        procs.rank_tensor("racks")
+    with pytest.raises(ValueError, match="twice"):
+        procs.rank_tensor(("gpus", "gpus"))
+
+
 @pytest.fixture
 def make(procs):
     """The tensor whose shards are those of `shard`."""

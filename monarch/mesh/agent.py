@@ -141,10 +141,15 @@ class ProcAgent:
             return stopped
         if self._stopping_all:
             return Down("stopped", "the process is being stopped")
-        if settings.get("poison_failed_procs") and runtime.last_failure is not None:
+        if settings.get("poison_failed_procs") and (failure := self._failure_here()) is not None:
             reason = "error spawning actor mesh: an actor of this process has failed before, and the setting "
-            return Down("failed", reason + "poison_failed_procs refuses others since").because(runtime.last_failure)
+            return Down("failed", reason + "poison_failed_procs refuses others since").because(failure)
         return None
+
+    def _failure_here(self) -> Down | None:
+        """Why an actor of this process has failed, or is about to end so: its callers have been told by then."""
+        closed = (actor.mailbox.closed for actor in self._instances())
+        return next((down for down in closed if down is not None and not down.stopped), self._runtime.last_failure)
 
     def _teller(self, owner: ActorId, number: int, rank: int) -> Callable[[Down], None]:
         """What tells the owner of a member that it has ended."""

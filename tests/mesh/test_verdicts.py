@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import pytest
@@ -135,3 +136,30 @@ def test_a_failed_actor_poisons_its_process_only_where_that_is_wanted(poisons: b
         with pytest.raises(RuntimeError, match="error spawning actor mesh"):
             second.initialized.get(10)
         assert "SystemExit" in client.expect_fault("second").causes[0].reason
+
+
+class Lingering(Actor):
+    """It fails, and takes its time to end. For processes of the same interpreter."""
+
+    may_end = threading.Event()
+
+    @endpoint
+    def fail(self) -> None:
+        raise SystemExit
+
+    def __cleanup__(self, exc: Exception | None) -> None:
+        Lingering.may_end.wait(10)
+
+
+def test_a_process_is_poisoned_as_soon_as_a_caller_knows_of_the_failure() -> None:
+    with fresh_client("inproc", poison_failed_procs=True, cleanup_timeout="10s") as client:
+        procs = this_host().spawn_procs()
+        with pytest.raises(SupervisionError):
+            procs.spawn("first", Lingering).fail.call_one().get(10)
+
+        with pytest.raises(RuntimeError, match="poison_failed_procs"):
+            procs.spawn("second", Worker).initialized.get(10)
+
+        Lingering.may_end.set()
+        client.expect_fault("second")
+        client.expect_fault("first")

@@ -39,7 +39,8 @@ class _Session:
     place: Place | None = None  # None: it runs
     kept: str = ""
     terminal: Terminal | None = None
-    attached: bool = False  # the terminal's lines go there; otherwise it only hears the answer to a `cast`
+    attached: bool = False  # the terminal's lines go there; otherwise it only hears the answers to `cast`
+    asked: int = 0  # commands of `cast` that have not been answered
 
 
 class Desk:
@@ -90,6 +91,8 @@ class Desk:
                 lines = text.removesuffix(PDB_PROMPT).splitlines()
                 terminal.tell("".join(f"{session.waiter} {line}\n" for line in lines))
                 if answered:
+                    session.asked -= 1
+                if not session.asked:
                     session.terminal, session.kept = None, PDB_PROMPT
 
     def resumed(self, id: int, over: bool) -> None:
@@ -139,7 +142,7 @@ class Desk:
             self.detach(terminal)
             for session in self._sessions.values():
                 if session.terminal is terminal:
-                    session.terminal = None
+                    session.terminal, session.asked = None, 0
             if terminal in self._terminals:
                 self._terminals.remove(terminal)
 
@@ -163,9 +166,10 @@ class Desk:
             if len(found) != 1:
                 return f"give one of the ranks of {name!r} that wait: {_ranks(named)}" if named else _nobody(name)
             (session,) = found
-            if session.terminal is not None:
+            if session.terminal not in (None, terminal):
                 return f"somebody else is attached to {session.waiter}"
             session.terminal, session.attached, terminal.attached = terminal, True, session.waiter.id
+            session.asked = 0
             terminal.write(session.kept)
             session.kept = ""
             return None
@@ -203,11 +207,12 @@ class Desk:
                 raise ValueError(
                     f"ranks({spec}) is none that waits of {name!r}: {_ranks(named)}" if named else _nobody(name)
                 )
-            chosen = [s for s in meant if s.terminal is None]
+            chosen = [s for s in meant if s.terminal in (None, terminal)]
             if not chosen:
                 raise ValueError(f"somebody else is attached to {', '.join(str(s.waiter) for s in meant)}")
             for session in chosen:
                 session.terminal, session.attached = terminal, False
+                session.asked += terminal is not None
                 self._send_to(session, command)
             return len(chosen)
 

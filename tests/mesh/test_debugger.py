@@ -172,6 +172,23 @@ def test_cast_sends_to_the_ranks_and_shows_each_answer(scene):
     assert scene.type("attach trainer 3") == "(Pdb) "
 
 
+def test_who_has_cast_may_cast_again_and_attach_before_the_answer(scene):
+    actor = scene.stop(0)
+    scene.come()
+    for command in ("p x", "p y"):
+        assert scene.type(f"cast trainer ranks(0) {command}") == f"sent to 1 actor(s)\n{PROMPT}"
+
+    scene.text = ""
+    for value in (1, 2):
+        scene.desk.said(actor.id, f"{value}\n(Pdb) ")
+    assert scene.text == f"\rtrainer[0] 1\n{PROMPT}\rtrainer[0] 2\n{PROMPT}"
+
+    scene.type("cast trainer ranks(0) p z")
+    assert scene.type("attach trainer 0") == "(Pdb) "
+    scene.desk.said(actor.id, "3\n(Pdb) ")
+    assert scene.text == "(Pdb) 3\n(Pdb) "
+
+
 def test_cast_to_nobody_says_who_waits(scene):
     scene.stop(0)
     taken = scene.stop(1)

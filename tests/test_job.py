@@ -16,7 +16,17 @@ import pytest
 import monarch.actor
 from monarch import cli
 from monarch.actor import hosts_from_config, this_host
-from monarch.job import JobTrait, LocalJob, ProcessJob, SlurmJob, SSHJob, job_load, job_loads
+from monarch.job import (
+    JobTrait,
+    LocalJob,
+    LoginJob,
+    ProcessJob,
+    ProcessState,
+    SlurmJob,
+    SSHJob,
+    job_load,
+    job_loads,
+)
 from monarch.testing import TestClient, fresh_client, wait_until_gone
 from tests.mesh.actors import Worker
 
@@ -181,6 +191,33 @@ def test_an_ssh_job_starts_workers_on_the_hosts_it_logs_in_to(
     wait_until_gone(pid)
     with pytest.raises(ValueError, match="over 'tcp'"):
         SSHJob(transport="ipc")
+
+
+class HereJob(LoginJob):
+    """Its hosts are workers of this machine that are told nothing."""
+
+    def _start_host(self, name: str) -> ProcessState:
+        address = f"ipc://{os.getcwd()}/{name}"
+        code = "import sys; from monarch.actor import run_worker_loop_forever as run; "
+        command = [sys.executable, "-c", f"{code} run(ca='trust_all_connections', address=sys.argv[1])", address]
+        self.workers = [*getattr(self, "workers", []), subprocess.Popen(command, start_new_session=True)]
+        return ProcessState(self.workers[-1].pid, address)
+
+
+def test_workers_of_a_login_job_on_this_host_need_no_secret(client: TestClient) -> None:
+    job = HereJob()
+    job.add_mesh("both", ["first", "second"])
+    job.add_mesh("one", ["second"])
+    state = job.state(cached_path=None)
+
+    pids = list(state.both.spawn_procs().spawn("w", Worker).pid.call().get(LIMIT_S).values())
+    assert len({*pids, state.one.spawn_procs().spawn("w", Worker).pid.call_one().get(LIMIT_S)}) == 3
+
+    job.kill()
+    for pid in pids:
+        wait_until_gone(pid)
+    for worker in job.workers:
+        worker.wait(10)
 
 
 def test_a_slurm_job_asks_for_nodes_and_gives_them_back(

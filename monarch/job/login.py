@@ -29,12 +29,16 @@ class ProcessState:
 
 
 class LoginJob(JobTrait):
-    """Hosts by name, each with a worker that `_start_host` starts, and tells `_secret`: that of `MONARCH_SECRET_FILE`,
-    or one that is drawn for this job."""
+    """Hosts by name, each with a worker that `_start_host` starts.
+
+    What clients and workers prove to each other is the secret of `MONARCH_SECRET_FILE`, or on this host that of the
+    user. A kind of job that tells its workers another one has it as `_secret`.
+    """
+
+    _secret: bytes | None = None
 
     def __init__(self) -> None:
         super().__init__()
-        self._secret = trust.configured_or_new()
         self._names: dict[str, tuple[str, ...]] = {}
         self._started: dict[str, Started] = {}  # by host: it may be of several meshes
 
@@ -97,6 +101,8 @@ class SSHJob(LoginJob):
         transport: "tcp".
     """
 
+    _secret: bytes
+
     def __init__(
         self,
         python_exe: str = "python3",
@@ -107,6 +113,7 @@ class SSHJob(LoginJob):
         if transport != "tcp":
             raise ValueError(f"transport is {transport!r}; workers behind ssh are reached over 'tcp'")
         super().__init__()
+        self._secret = trust.configured_or_new()
         self._python, self._ssh, self._port = python_exe, ("ssh", *ssh_args), monarch_port
         self._ties: list[subprocess.Popen[bytes]] = []
 

@@ -117,7 +117,8 @@ def settings_table() -> str:
     for setting in setting_table.SETTINGS.values():
         kind = ", ".join(f"`{c}`" for c in getattr(setting.kind, "choices", ())) or setting.kind.name
         default = repr(setting.default).replace("'", '"')
-        rows.append(f"| `{setting.name}` | {kind} | `{default}` | `{setting.variable}` | {setting.doc} |")
+        variables = ", ".join(f"`{variable}`" for variable in setting.variables)
+        rows.append(f"| `{setting.name}` | {kind} | `{default}` | {variables} | {setting.doc} |")
     return "\n".join(rows) + "\n"
 
 

@@ -32,10 +32,16 @@ class Setting:
     doc: str
     prefix: str = "HYPERACTOR_"
     variable: str = field()
+    second_variable: str = ""  # counts where the first one is not set
 
     @variable.default
     def _variable(self) -> str:
         return self.prefix + self.name.removeprefix("mesh_").upper()
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """The strongest first."""
+        return (self.variable, self.second_variable) if self.second_variable else (self.variable,)
 
 
 _MESH: Final = "HYPERACTOR_MESH_"
@@ -71,6 +77,7 @@ SETTINGS: Final[Mapping[str, Setting]] = {
             "auto",
             "What this process listens on and dials with: a name, a ChannelTransport, or an address.",
             variable="MONARCH_TRANSPORT",
+            second_variable=_MESH + "DEFAULT_TRANSPORT",
         ),
         Setting(
             "mesh_attach_config_timeout",
@@ -299,9 +306,33 @@ StrName = Literal[
 ]
 
 
+_METAS: Final = frozenset(
+    """
+    channel_net_rx_buffer_full_check_interval channel_reconnect_timeout channel_tcp_congestion
+    channel_tcp_keepalive_idle default_encoding enable_dest_actor_reordering_buffer enable_otel_metrics
+    enable_otel_tracing enable_recorder_tracing enable_sqlite_tracing enable_unawaited_python_task_traceback
+    file_log_level force_file_log forwarder_flush_timeout get_actor_state_max_idle get_proc_state_max_idle
+    host_spawn_ready_timeout max_cast_dimension_size max_cast_fanout mesh_admin_addr
+    mesh_admin_config_dump_bridge_timeout mesh_admin_max_concurrent_resolves mesh_admin_pyspy_bridge_timeout
+    mesh_admin_pyspy_client_timeout mesh_admin_pyspy_max_profile_duration mesh_admin_pyspy_timeout
+    mesh_admin_query_child_timeout mesh_admin_resolve_actor_timeout mesh_admin_single_host_timeout
+    mesh_admin_tree_timeout mesh_bootstrap_enable_pdeathsig mesh_orphan_timeout mesh_terminate_concurrency
+    message_latency_sampling_rate monarch_log_suffix otel_metric_export_interval perfetto_trace_mode
+    proc_launcher_kind proc_stop_max_idle process_memory_metric_interval pyspy_bin rdma_max_chunk_size_mb
+    rdma_peer_device_affinity rdma_qp_init_timeout rdma_qps_per_cq rdma_runtime_worker_threads
+    rdma_tcp_fallback_parallelism read_log_buffer sequencer_max_locked_keys server_heartbeat_interval
+    small_write_threshold split_max_buffer_age split_max_buffer_size stop_grace_period supervision_watchdog_timeout
+    terminated_snapshot_retention tokio_worker_threads
+    """.split()
+)
+"""Settings of Meta's Monarch that have no meaning here."""
+
+
 def setting_of(name: str) -> Setting:
     if (setting := SETTINGS.get(name)) is not None:
         return setting
+    if name in _METAS:
+        raise ValueError(f"unknown setting {name!r}: Meta's Monarch has it, and it has no meaning here: leave it out")
     close = difflib.get_close_matches(name, SETTINGS, n=3)
     hint = f"the closest are {', '.join(close)}" if close else f"settings are {', '.join(SETTINGS)}"
     raise ValueError(f"unknown setting {name!r}: {hint}")
@@ -315,7 +346,7 @@ OTHER_VARIABLES: Final = frozenset(_OURS + name for name in _OTHERS)
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Variables that look like settings of an actor runtime and have no meaning here, sorted, each with the one that is
     meant, perhaps, or "". Of those that begin with `MONARCH_`, which others use too, only what is near to another."""
-    known = {setting.variable for setting in SETTINGS.values()} | OTHER_VARIABLES
+    known = {name for setting in SETTINGS.values() for name in setting.variables} | OTHER_VARIABLES
     keys = {_key(variable): variable for variable in known}
     found = {}
     for name in sorted(set(environ) - known):

@@ -148,8 +148,9 @@ class Settings:
         found = {}
         names = set(self._environ)
         for setting in SETTINGS.values():
-            if setting.variable in names and (text := self._environ[setting.variable]):  # empty is as good as not set
-                found[setting.name] = _about(f"environment variable {setting.variable}", setting.kind.parse, text)
+            for variable in reversed(setting.variables):
+                if variable in names and (text := self._environ[variable]):  # empty is as good as not set
+                    found[setting.name] = _about(f"environment variable {variable}", setting.kind.parse, text)
         return found
 
     def _merge(self) -> None:

@@ -28,6 +28,6 @@ def enable_transport(transport: ChannelTransport | str) -> None:
     settings.configure({"default_transport": transport})
     if settings.get("default_transport") != wanted:
         raise RuntimeError(
-            f"cannot enable transport {wanted!r}: the environment variable {setting.variable} says "
+            f"cannot enable transport {wanted!r}: the environment ({' or '.join(setting.variables)}) says "
             f"{settings.get('default_transport')!r}, and it has the last word"
         )

@@ -165,6 +165,10 @@ def test_a_value_that_does_not_fit_is_refused_by_name(table, name, value, error,
 def test_an_unknown_setting_is_refused_with_the_closest_known_ones(table):
     with pytest.raises(ValueError, match="unknown setting 'clean_timeout': the closest are cleanup_timeout"):
         table.configure({"clean_timeout": "3s"})
+    with pytest.raises(
+        ValueError, match=r"unknown setting 'mesh_orphan_timeout': .* has no meaning here: leave it out"
+    ):
+        table.configure({"mesh_orphan_timeout": "5s"})
     with pytest.raises(ValueError, match="unknown setting 'zzz': settings are message_delivery_timeout, "):
         table.get("zzz")
 
@@ -262,6 +266,7 @@ def test_the_stronger_layer_wins(table, environ):
         ("MONARCH_LINK_DRIVER", "thread", "link_driver", "thread"),
         ("MONARCH_TRANSPORT", "tcp", "default_transport", "tcp"),
         ("MONARCH_TRANSPORT", "", "default_transport", "auto"),
+        ("HYPERACTOR_MESH_DEFAULT_TRANSPORT", "tcp", "default_transport", "tcp"),
     ],
 )
 def test_the_environment_is_read_in_each_type(table, environ, variable, text, name, value):
@@ -287,6 +292,13 @@ def test_a_bad_variable_is_named_at_first_use(environ, variable, text):
     for act in (lambda: table.get("cleanup_timeout"), table.merged, lambda: table.install({})):
         with pytest.raises((TypeError, ValueError), match=f"environment variable {variable}: "):
             act()
+
+
+def test_of_two_variables_of_a_setting_the_first_counts(table, environ):
+    environ |= {"HYPERACTOR_MESH_DEFAULT_TRANSPORT": "tcp", "MONARCH_TRANSPORT": "ipc"}
+
+    assert table.get("default_transport") == "ipc"
+    assert setting_table.unknown_variables(environ) == {}
 
 
 def test_a_configure_under_a_bad_variable_changes_nothing(table, environ):

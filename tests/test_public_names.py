@@ -134,6 +134,17 @@ def test_the_running_instance_has_its_members(monarch_client: Any) -> None:
     assert [name for name in INSTANCE if not hasattr(context().actor_instance, name)] == []
 
 
+def test_what_is_there_for_telemetry_does_nothing() -> None:
+    meter = monarch.actor.get_meter("m")
+    meter.create_counter("c").add(1)
+    meter.create_histogram("h").record(0.5)
+    with pytest.raises(NotImplementedError):
+        meter.create_gauge("g")
+    with monarch.actor.span("s"):
+        for decorate in (monarch.actor.traced, monarch.actor.traced("t"), monarch.actor.traced(name="t")):
+            assert decorate(abs) is abs
+
+
 PLANNED: dict[str, Callable[[], Any]] = {
     "sync_workspace": lambda: this_host().sync_workspace("here").send(None),
 }

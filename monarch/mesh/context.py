@@ -87,9 +87,10 @@ class Spawner(Sender):
 
     @property
     def record(self) -> CreatorInstance:
-        """This actor as the creator of others."""
-        mesh = None if self.creator is None else self.proc_mesh
-        return CreatorInstance(self.rank, self.name, self.class_name, mesh, self.creator)
+        """This actor as the creator of others; the client is "root" there."""
+        if self.creator is None:
+            return CreatorInstance(self.rank, "root", self.class_name)
+        return CreatorInstance(self.rank, self.name, self.class_name, self.proc_mesh, self.creator)
 
     def refuse_closed(self) -> None:
         """Raises: RuntimeError, when nothing can be spawned any more."""

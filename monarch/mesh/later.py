@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, overload
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -41,6 +41,10 @@ def span(name: str, *args: Any, **kwargs: Any) -> Iterator[None]:
     yield
 
 
-def traced(function: F) -> F:
-    """A tracing decorator that records nothing: telemetry is planned."""
-    return function
+@overload
+def traced(function: F) -> F: ...
+@overload
+def traced(name: str | None = None, /, **attributes: Any) -> Callable[[F], F]: ...
+def traced(function: Any = None, **attributes: Any) -> Any:
+    """A tracing decorator, with arguments or without, that records nothing: telemetry is planned."""
+    return function if callable(function) else lambda function: function

@@ -94,7 +94,7 @@ class Members:
         return f"{self.describe(rank)}.{self.method}"
 
     def call_text(self, rank: int) -> str:
-        return f"Actor call {self.endpoint_text(rank)} failed."
+        return f"Actor call {self.mesh_name}.{self.method} failed. It ran in {self.describe(rank)}."
 
     def trouble(self, reply: Envelope) -> str:
         """What a reply with an error says."""

@@ -250,6 +250,12 @@ def test_the_constructor_sees_the_rank_in_the_mesh_that_was_spawned(spawn: Spawn
     assert [birth for _, birth in births.items()] == [{"gpus": 0}, {"gpus": 1}]
 
 
+class Looks(Actor):
+    @endpoint
+    def creator(self) -> str:
+        return context().actor_instance.creator.name
+
+
 def test_names_say_who_created_whom(spawn: Spawn, shared: Shared) -> None:
     workers = spawn(Worker, name="w")
 
@@ -259,6 +265,7 @@ def test_names_say_who_created_whom(spawn: Spawn, shared: Shared) -> None:
     assert (name, class_name) == ("w", "tests.mesh.actors.Worker")
     assert "w" in address
     assert str(context().actor_instance) == "<root>"
+    assert this_proc().spawn("looks", Looks).creator.call_one().get(10) == "root"
     assert current_actor_name()
     assert context().message_rank.rank == 0
 

@@ -29,8 +29,7 @@ from monarch.job import (
 )
 from monarch.testing import TestClient, fresh_client, wait_until_gone
 from tests.mesh.actors import Worker
-
-LIMIT_S = 20.0
+from tests.mesh.workers import LIMIT_S
 
 
 @pytest.fixture(autouse=True)

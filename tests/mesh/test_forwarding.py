@@ -24,10 +24,8 @@ from monarch.mesh.forwarding import Forwarder, Pipes
 from monarch.mesh.lines import Line, Origin, Parcel
 from monarch.mesh.outputs import Outputs
 from monarch.testing import TestClient, fresh_client
-from tests.mesh.workers import worker
+from tests.mesh.workers import LIMIT_S, worker
 from tests.until import until
-
-LIMIT_S = 20.0
 
 
 class Output:

@@ -25,10 +25,8 @@ from monarch.core.future import Future
 from monarch.debug import ps
 from monarch.testing import TestClient, fresh_client, wait_until_gone
 from tests.mesh.actors import Worker
-from tests.mesh.workers import worker
+from tests.mesh.workers import LIMIT_S, worker
 from tests.until import until
-
-LIMIT_S = 20.0
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +38,10 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
         port = inherited.getsockname()[1]
         urls = f"ipc://{path}", f"tcp://127.0.0.1:fd{inherited.fileno()}"
         with worker(urls[0]), worker(urls[1]):
-            yield [urls[0], f"tcp://127.0.0.1:{port}"]
+            at = [urls[0], f"tcp://127.0.0.1:{port}"]
+            with fresh_client("shm"):  # no test waits for them to come up
+                attach_to_workers(workers=at).initialized.get(LIMIT_S)
+            yield at
 
 
 @pytest.fixture

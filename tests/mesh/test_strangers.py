@@ -21,9 +21,8 @@ from monarch.mesh.trust import shared_secret
 from monarch.testing import fresh_client
 from monarch.transports.auth import MAGIC, Handshake
 from tests.mesh.actors import Worker
-from tests.mesh.workers import worker
+from tests.mesh.workers import LIMIT_S, worker
 
-LIMIT_S = 20.0
 Address = tuple[str, int]
 
 

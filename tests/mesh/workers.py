@@ -11,7 +11,8 @@ from pathlib import Path
 
 from attrs import define
 
-LIMIT_S = 20.0
+LIMIT_S = 40.0
+"""For what waits for a worker: on a busy machine, one takes 10 s and more to come up."""
 
 
 @define

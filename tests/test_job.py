@@ -139,6 +139,18 @@ def test_a_worker_that_ends_before_it_listens_is_not_waited_for(client: TestClie
     job.kill()
 
 
+def test_of_a_lasting_worker_that_ends_before_it_listens_the_last_words_are_told(
+    client: TestClient, tmp_path: Path
+) -> None:
+    (tmp_path / "monarch.py").write_text("raise SystemExit('there is no licence')")
+    job = ProcessJob({"hosts": 1}, env={"PYTHONPATH": str(tmp_path)})
+    with pytest.raises(
+        RuntimeError, match=r"ended with exit code 1 before that .*; its last words: there is no licence"
+    ):
+        job.state().hosts.initialized.get(LIMIT_S)
+    job.kill()
+
+
 def test_a_job_whose_workers_have_ended_starts_others(client: TestClient, tmp_path: Path) -> None:
     broken = tmp_path / "monarch.py"
     broken.write_text("raise SystemExit(3)")

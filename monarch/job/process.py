@@ -49,7 +49,8 @@ class ProcessJob(JobTrait):
                 start = self._start_lasting if lasting else self._start_tied
                 process = start(label, [sys.executable, "-m", "monarch", "worker", "--listen", f"{prefix}-{label}"])
                 self._ties.append(process)
-                self._workers.append(Started.of(process.pid, f"{prefix}-{label}"))
+                output = str(self._output_of(label)) if lasting else ""
+                self._workers.append(Started.of(process.pid, f"{prefix}-{label}", output))
 
     def _start_tied(self, label: str, command: list[str]) -> subprocess.Popen[bytes]:
         """It ends with this program, and prints where this program does."""
@@ -57,8 +58,7 @@ class ProcessJob(JobTrait):
         return subprocess.Popen([*command, "--until-eof"], env=env, stdin=subprocess.PIPE, start_new_session=True)
 
     def _start_lasting(self, label: str, command: list[str]) -> subprocess.Popen[bytes]:
-        assert self._folder is not None
-        with (Path(self._folder) / f"{label}.output").open("wb") as output:
+        with self._output_of(label).open("wb") as output:
             return subprocess.Popen(
                 command,
                 env={**os.environ, **self._env},
@@ -67,6 +67,10 @@ class ProcessJob(JobTrait):
                 stderr=output,
                 start_new_session=True,
             )
+
+    def _output_of(self, label: str) -> Path:
+        assert self._folder is not None
+        return Path(self._folder) / f"{label}.output"
 
     def _state(self) -> JobState:
         workers = iter(self._workers)

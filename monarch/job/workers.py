@@ -19,6 +19,7 @@ from monarch.mesh.host_mesh import HostMesh
 
 _GRACE_S: Final = 1.0
 _LOOK_S: Final = 0.01
+_LAST_BYTES: Final = 2048
 
 
 @define(frozen=True)
@@ -28,15 +29,17 @@ class Started:
     Attributes:
         born: when the kernel started it: another process may get the same pid.
         url: where it listens.
+        output: the file that has what it prints; "" where it prints to this program's output, or elsewhere.
     """
 
     pid: int
     born: str
     url: str
+    output: str = ""
 
     @classmethod
-    def of(cls, pid: int, url: str) -> Started:
-        return cls(pid, _birth(pid), url)
+    def of(cls, pid: int, url: str, output: str = "") -> Started:
+        return cls(pid, _birth(pid), url, output)
 
     def is_alive(self) -> bool:
         return bool(self.born) and _birth(self.pid) == self.born
@@ -55,11 +58,11 @@ def attach(secret: bytes | None, workers: Sequence[Started], name: str) -> HostM
     for worker, attachment in zip(workers, mesh._attachments or (), strict=True):
         with contextlib.suppress(OSError):  # a kernel that does not tell of ends, or a process that has been reaped
             pidfd = os.pidfd_open(worker.pid)
-            attachment.depend_on(pidfd, partial(_end_of, worker.pid, pidfd))
+            attachment.depend_on(pidfd, partial(_end_of, worker, pidfd))
     return mesh
 
 
-def _end_of(pid: int, pidfd: int) -> str:
+def _end_of(worker: Started, pidfd: int) -> str:
     """How a process has ended, which stays to be reaped."""
     how = ""
     with contextlib.suppress(ChildProcessError):  # an earlier program has started it
@@ -67,7 +70,19 @@ def _end_of(pid: int, pidfd: int) -> str:
         if found is not None:
             kind = "exit code" if found.si_code == os.CLD_EXITED else "signal"
             how = f" with {kind} {found.si_status}"
-    return f"process {pid}, which runs the worker, ended{how} before that answered"
+    words = _last_words(worker.output)
+    said = f"; its last words: {words}" if words else ""
+    return f"process {worker.pid}, which runs the worker, ended{how} before that answered{said}"
+
+
+def _last_words(output: str) -> str:
+    """The end of what is in that file."""
+    try:
+        with open(output, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST_BYTES))
+            return file.read().decode(errors="replace").strip()
+    except OSError:
+        return ""
 
 
 def end_all(workers: Sequence[Started]) -> None:

@@ -57,7 +57,7 @@ class Actor:
     Hooks that a subclass may define: `__supervise__(self, failure) -> bool`, sync or async, hears that something which
     this actor owns has failed, and says whether that is dealt with; `__cleanup__(self, exc)`, sync or async, runs once
     at the end, with None after a stop and an exception after a failure; `_handle_undeliverable_message(self, message)
-    -> bool` hears of messages that came back.
+    -> bool`, sync or async, hears of messages that came back.
 
     `procs.spawn("name", Class)` is annotated as returning `Class`, so that its endpoints are checked; it really returns
     an `ActorMesh`. Therefore the mesh methods are declared here too.

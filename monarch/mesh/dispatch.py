@@ -314,26 +314,41 @@ class ActorBehavior:
         if handler is None or self._instance.phase is Phase.ENDED:
             self._unhandled(failure, None)
             return
+
+        def answered(handled: object, error: BaseException | None) -> None:
+            if not handled:
+                self._unhandled(failure, error)
+
+        self._ask(handler, failure, answered)
+
+    def _ask(
+        self, hook: Callable[[Any], Any], about: object, answered: Callable[[object, BaseException | None], None]
+    ) -> None:
+        """Call a hook of the actor's, sync or async; `answered` gets what it returned, or None and what it raised. An
+        async one of an actor that has ended is not called."""
         current_context.set(Context(self._instance, self._instance.rank))
         try:
-            if inspect.iscoroutinefunction(handler):
-                self._instance.start_beside(self._supervise_async(handler, failure))
+            if inspect.iscoroutinefunction(hook):
+                if self._instance.phase is Phase.ENDED:
+                    answered(None, None)
+                else:
+                    self._instance.start_beside(self._ask_async(hook, about, answered))
                 return
-            handled = hidden_loop(lambda: handler(failure))
+            answer = hidden_loop(lambda: hook(about))
         except BaseException as error:
-            self._unhandled(failure, error)
-            return
-        if not handled:
-            self._unhandled(failure, None)
+            answered(None, error)
+        else:
+            answered(answer, None)
 
-    async def _supervise_async(self, handler: Callable[[MeshFailure], Any], failure: MeshFailure) -> None:
+    async def _ask_async(
+        self, hook: Callable[[Any], Any], about: object, answered: Callable[[object, BaseException | None], None]
+    ) -> None:
         try:
-            handled = await handler(failure)
+            answer = await hook(about)
         except BaseException as error:
-            self._unhandled(failure, error)
-            return
-        if not handled:
-            self._unhandled(failure, None)
+            answered(None, error)
+        else:
+            answered(answer, None)
 
     def _unhandled(self, failure: MeshFailure, error: BaseException | None) -> None:
         member = self._instance.member
@@ -352,13 +367,20 @@ class ActorBehavior:
     def undeliverable(self, envelope: Envelope, down: Down) -> None:
         """A message of this actor's came back that nobody waits for the answer of."""
         message = Undeliverable.of(self._instance, envelope, down)
-        try:
-            handled = self._actor is not None and self._actor._handle_undeliverable_message(message)
-        except Exception:
-            log.exception("undeliverable.handler_failed", actor=self._instance.member)
-            handled = False
-        if handled:
-            return
+
+        def answered(handled: object, error: BaseException | None) -> None:
+            if error is not None:
+                log.exception("undeliverable.handler_failed", actor=self._instance.member)
+            if not handled:
+                self._came_back(envelope, message, down)
+
+        if self._actor is None:
+            self._came_back(envelope, message, down)
+        else:
+            self._ask(self._actor._handle_undeliverable_message, message, answered)
+
+    def _came_back(self, envelope: Envelope, message: Undeliverable, down: Down) -> None:
+        """A message of this actor's that it does not take care of."""
         if self._instance.must_hear_of(envelope):
             failed = self._instance.proc_runtime.failed(f"{self._instance.member}: {message.what()}")
             self._instance.end(failed.because(down))

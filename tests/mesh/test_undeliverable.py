@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from monarch.actor import Channel, SupervisionError, context, this_host
+from monarch.actor import Actor, Channel, Port, SupervisionError, context, endpoint, this_host, this_proc
 from monarch.core.envelope import Envelope, Flag, Kind
 from monarch.core.monitor import Down
 from monarch.mesh.undeliverable import Undeliverable
@@ -91,3 +92,53 @@ def test_what_may_have_been_served_is_not_called_undeliverable(
     told = Undeliverable.of(client, lost, Down("unreachable", "its host is gone"))
     assert told.maybe_delivered is unsure
     assert told.error_msg().startswith("message to actor" if unsure else "undeliverable message to actor")
+
+
+class Sender(Actor):
+    """It sends to an actor that is gone, and is asked about that."""
+
+    def __init__(self, told: Port[tuple[str, str]], handles: bool) -> None:
+        self.told, self.handles = told, handles
+
+    @endpoint
+    async def send(self, other: Any) -> None:
+        other.echo.broadcast(1)
+
+    @endpoint
+    async def ping(self) -> None:
+        pass
+
+    def _told(self, message: Any) -> bool:
+        self.told.send((context().actor_instance.name, message.error_msg()))
+        return self.handles
+
+    def _handle_undeliverable_message(self, message: Any) -> bool:
+        asked = this_proc().spawn("asked", Worker).echo.call_one(1)  # a plain one may block
+        return asked.get(10) == 1 and self._told(message)
+
+
+class AsyncSender(Sender):
+    async def _handle_undeliverable_message(self, message: Any) -> bool:  # type: ignore[override]
+        await asyncio.sleep(0)
+        return self._told(message)
+
+
+@pytest.mark.parametrize("cls", [Sender, AsyncSender])
+@pytest.mark.parametrize("handles", [True, False])
+def test_the_sender_is_asked_as_itself_in_a_plain_or_an_async_method(
+    monarch_client: TestClient, cls: type[Sender], handles: bool
+) -> None:
+    port, told = Channel[tuple[str, str]].open()
+    worker = this_host().spawn_procs().spawn("worker", Worker)
+    with pytest.raises(SupervisionError):
+        worker.leave.call_one().get(10)
+    monarch_client.expect_fault("worker")
+    sender = this_host().spawn_procs().spawn("sender", cls, port, handles)
+    sender.send.call_one(worker).get(10)
+
+    name, error = told.recv().get(10)
+    assert name == "sender" and error.startswith("undeliverable message to actor ")
+    if handles:
+        sender.ping.call_one().get(10)
+    else:
+        assert "undeliverable message to" in str(monarch_client.expect_fault("sender"))

@@ -14,6 +14,7 @@ from monarch.core import settings
 from monarch.core.future import Future
 from monarch.core.ids import ProcId, Uid, new_number
 from monarch.core.monitor import PeerGone
+from monarch.errors import SupervisionError
 from monarch.launch.bootstrap import BootstrapCommand, default_bootstrap_cmd
 from monarch.mesh.actor import Actor
 from monarch.mesh.context import context
@@ -21,7 +22,7 @@ from monarch.mesh.dispatch import settle_result
 from monarch.mesh.endpoint import endpoint
 from monarch.mesh.lines import Origin
 from monarch.mesh.members import describe_member
-from monarch.mesh.ownership import OwnedProcs, joined
+from monarch.mesh.ownership import OwnedProcs, check_ended, joined
 from monarch.mesh.proc_mesh import ProcMesh, _spawn_callbacks
 from monarch.mesh.shape import Extent, Point, Region, Slice
 from monarch.mesh.starting import LaunchRequest
@@ -82,6 +83,7 @@ class HostMesh(MeshView):
         self._hosts = hosts  # [position in the view]: the process in which the host's agent lives
         self._region = region
         self._command = command
+        self._root: HostMesh = self  # what this is a view of
 
     @classmethod
     def _of_host(cls, host: ProcId) -> HostMesh:
@@ -89,7 +91,13 @@ class HostMesh(MeshView):
 
     def _with_region(self, region: Region) -> HostMesh:
         positions = self._region._slice
-        return HostMesh([self._hosts[positions.index(base)] for base in region._slice], region, command=self._command)
+        return self._view([self._hosts[positions.index(base)] for base in region._slice], region, self._command)
+
+    def _view(self, hosts: Sequence[ProcId], region: Region, command: CommandFor | None) -> HostMesh:
+        self._refuse_ended()
+        view = HostMesh(hosts, region, command=command)
+        view._root = self._root
+        return view
 
     def spawn_procs(
         self,
@@ -148,7 +156,7 @@ class HostMesh(MeshView):
     def with_python_executable(self, path: str | os.PathLike[str]) -> HostMesh:
         """The same hosts; processes spawned on this view run that interpreter."""
         command = evolve(default_bootstrap_cmd(), program=os.fspath(path))
-        return HostMesh(self._hosts, self._region, command=command)
+        return self._view(self._hosts, self._region, command)
 
     @property
     def is_fake_in_process(self) -> bool:
@@ -161,6 +169,7 @@ class HostMesh(MeshView):
         """Resolves to True when every host has answered.
 
         Raises (the future): RuntimeError, when a worker could not be attached to; says which, and why.
+        SupervisionError, when a host is gone.
         """
         self._refuse_ended()
         runtime = context().actor_instance.proc_runtime
@@ -176,7 +185,10 @@ class HostMesh(MeshView):
                 failure = each.failure()
                 if failure is not None:
                     raise failure
-            all_answered.get(0)
+            try:
+                all_answered.get(0)
+            except PeerGone as error:
+                raise SupervisionError(f"a host of the mesh is gone: {error.down}") from None
             return True
 
         all_answered._on_done(lambda: result._complete(check))
@@ -230,24 +242,26 @@ class HostMesh(MeshView):
         def check() -> None:
             for each in self._owned_by(owner):
                 owner.owned.pop(each.number, None)
-            for answer in left:
-                error = answer.exception(0)
-                if error is not None and not isinstance(error, PeerGone):  # what is gone has ended too
-                    self._ended = None
-                    raise error
+            try:
+                for answer in left:
+                    check_ended(answer)
+            except Exception:
+                self._ended = None
+                raise
 
         joined(runtime, left)._on_done(lambda: result._complete(check))
         return result
 
     def _refuse_ended(self) -> None:
-        if self._ended is not None:
-            raise RuntimeError(f"HostMesh has already been {self._ended}")
+        if self._root._ended is not None:
+            raise RuntimeError(f"HostMesh has already been {self._root._ended}")
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await (HostMesh.stop(self) if self._attachments is None else HostMesh.shutdown(self))
+        if self._root._ended is None:
+            await (HostMesh.stop(self) if self._attachments is None else HostMesh.shutdown(self))
 
     async def sync_workspace(self, workspace: Any, conda: bool = False, auto_reload: bool = False) -> None:
         raise NotImplementedError("sync_workspace is planned; this version cannot copy files to hosts")

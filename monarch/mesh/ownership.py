@@ -14,7 +14,7 @@ from monarch.core import codec, settings
 from monarch.core.envelope import Envelope, Flag, Kind
 from monarch.core.future import Future
 from monarch.core.ids import ProcId
-from monarch.core.monitor import Down
+from monarch.core.monitor import Down, PeerGone
 from monarch.core.proc import PROC_AGENT, Proc
 from monarch.log import get_logger
 from monarch.mesh.casting import send_to_all
@@ -179,20 +179,32 @@ class OwnedProcs:
             self.stopping = reason
         runtime = self.owner.proc_runtime
         result: Future[None] = Future._pending(runtime.driver, lambda: f"the stop of {self.name!r}")
+        why = f"actor mesh is stopped due to proc mesh shutdown: {reason}"
 
         def ask() -> None:
             asked = [
-                runtime.request(host, "stop_procs", [p.key for p in procs], reason, grace_s)
+                runtime.request(host, "stop_procs", [p.key for p in procs], why, grace_s)
                 for host, procs in self.hosts.items()
             ]
-            stopped = joined(runtime, asked, self._forget)
-            stopped._on_done(lambda: result._complete(lambda: stopped.get(0)))
+
+            def check() -> None:
+                for answer in asked:
+                    check_ended(answer)
+
+            joined(runtime, asked, self._forget)._on_done(lambda: result._complete(check))
 
         runtime.caster.when_taken(ask)
         return result
 
     def _forget(self) -> None:
         self.owner.owned.pop(self.number, None)
+
+
+def check_ended(answer: Future[Any]) -> None:
+    """Raises: what an agent that was asked to end something has failed with, unless it is gone, and that with it."""
+    error = answer.exception(0)
+    if error is not None and not (isinstance(error, PeerGone) and error.down.kind != "failed"):
+        raise error
 
 
 def joined(runtime: Proc, futures: Sequence[Future[Any]], then: Callable[[], None] | None = None) -> Future[None]:

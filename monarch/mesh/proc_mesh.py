@@ -12,7 +12,8 @@ from monarch.core import codec, duration
 from monarch.core.envelope import Envelope, Flag, Kind
 from monarch.core.future import Future
 from monarch.core.ids import ProcId, new_number
-from monarch.errors import ActorError, SupervisionError
+from monarch.core.monitor import PeerGone
+from monarch.errors import SupervisionError
 from monarch.mesh.actor import Actor, class_of
 from monarch.mesh.actor_mesh import RESERVED, ActorMesh
 from monarch.mesh.agent import SpawnInfo
@@ -178,8 +179,8 @@ class ProcMesh(MeshView):
             for answer in asked:
                 try:
                     said = answer.get(0)
-                except (ActorError, SupervisionError):
-                    raise
+                except PeerGone as error:
+                    raise SupervisionError(f"error spawning proc mesh {self._name!r}: {error.down}") from None
                 if isinstance(said, tuple) and said and said[0] == "down":
                     raise SupervisionError(f"error spawning proc mesh {self._name!r}: {said[1]}")
             return True
@@ -188,7 +189,7 @@ class ProcMesh(MeshView):
         return result
 
     def stop(self, reason: str = "stopped by client") -> Future[None]:
-        """Stop all actors gracefully, then the processes; resolves when every process is gone.
+        """Stop all actors gracefully, then the processes; resolves when every process is gone, or lost with its host.
 
         Raises:
             ValueError: this is a view or a reference; only what `spawn_procs` returned can be stopped.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import pickle
@@ -176,13 +177,30 @@ def test_a_worker_that_ends_while_it_is_left_fails_nothing(client: TestClient, t
 def test_shutdown_ends_processes_and_workers(client: TestClient, tmp_path: Path) -> None:
     with worker(f"ipc://{tmp_path}/w", log=tmp_path / "output") as served:
         hosts = attach_to_workers(workers=[served.url])
-        pid = hosts.spawn_procs().spawn("w", Worker).pid.call_one().get(LIMIT_S)
+        view, reference, procs = hosts.slice(hosts=0), pickle.loads(pickle.dumps(hosts)), hosts.spawn_procs()
+        pid = procs.spawn("w", Worker).pid.call_one().get(LIMIT_S)
         hosts.shutdown().get(LIMIT_S)
         wait_until_gone(pid)
         assert served.process.wait(LIMIT_S) == 0
         assert (tmp_path / "output").read_text() == f"monarch worker: listening at {served.url}\n"
-        with pytest.raises(RuntimeError, match="HostMesh has already been shut down"):
-            hosts.shutdown()
+        for use in (hosts.shutdown, hosts.slice, view.spawn_procs, view.stop, lambda: view.initialized):
+            with pytest.raises(RuntimeError, match="HostMesh has already been shut down"):
+                use()
+        with pytest.raises(SupervisionError, match="a host of the mesh is gone"):
+            reference.initialized.get(LIMIT_S)
+        with pytest.raises(SupervisionError, match="error spawning proc mesh"):
+            reference.spawn_procs().initialized.get(LIMIT_S)
+        assert procs.stop().get(LIMIT_S) is None
+
+
+def test_leaving_a_block_of_hosts_that_have_been_shut_down_there(client: TestClient, tmp_path: Path) -> None:
+    async def work(url: str) -> None:
+        async with attach_to_workers(workers=[url]) as hosts:
+            await hosts.shutdown()
+
+    with worker(f"ipc://{tmp_path}/w") as served:
+        asyncio.run(work(served.url))
+        assert served.process.wait(LIMIT_S) == 0
 
 
 @pytest.mark.slow

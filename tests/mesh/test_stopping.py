@@ -279,7 +279,7 @@ def test_a_proc_mesh_stops_once_and_refuses_afterwards(client: TestClient) -> No
         procs.spawn("more", Worker)
     with pytest.raises(RuntimeError, match="`ProcMesh` has already been stopped"):
         _ = procs.initialized
-    with pytest.raises(SupervisionError, match="stopped"):
+    with pytest.raises(SupervisionError, match="actor mesh is stopped due to proc mesh shutdown: stopped by client"):
         workers.echo.call(1).get(10)
     assert this_host().spawn_procs().spawn("w", Worker).echo.call_one(1).get(10) == 1
 

@@ -303,7 +303,8 @@ class Future(Generic[R]):
         if timeout is not None:
             duration.check("timeout", timeout)
         if not self._done:
-            if asyncio._get_running_loop() is not None:
+            loop = asyncio._get_running_loop()
+            if loop is not None and not getattr(loop, "may_block", False):
                 warnings.warn(
                     "Future.get() blocks the active event loop of this thread: use `await future`",
                     UserWarning,

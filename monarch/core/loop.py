@@ -105,7 +105,13 @@ class _MailboxSelector(selectors.BaseSelector):
 
 
 class ActorLoop(asyncio.SelectorEventLoop):
-    """See the module. Made and run by the actor's thread."""
+    """See the module. Made and run by the actor's thread.
+
+    Attributes:
+        may_block: whether the code that runs now may block, although it sees the loop.
+    """
+
+    may_block = False
 
     def __init__(self, signal: Signal, driver: Driver) -> None:
         self._signal = signal

@@ -134,7 +134,7 @@ class ActorClass:
 
     @property
     def is_async(self) -> bool:
-        """Whether the constructor runs with the loop visible: unless every endpoint is sync."""
+        """Whether the constructor may not block: unless every endpoint is sync."""
         return not self.endpoints or any(spec.is_async for spec in self.endpoints.values())
 
 

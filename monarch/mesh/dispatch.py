@@ -77,17 +77,19 @@ class ActorBehavior:
         breakpoints.install()
         body, self._body = self._body, None
         assert body is not None
+        loop: Any = asyncio.get_running_loop()
         served = Served(instance, "__init__")
         instance.serving.append(served)
         current_context.set(Context(instance, instance.rank, served))
         try:
             (cls, *args), kwargs = codec.decode(body)
             self._class = class_of(cls)
-            make = functools.partial(cls, *args, **kwargs)
-            self._actor = make() if self._class.is_async else hidden_loop(make)
+            loop.may_block = not self._class.is_async
+            self._actor = cls(*args, **kwargs)
         except BaseException as error:
             return self._failed(f"{instance.class_name}.__init__() raised", error)
         finally:
+            loop.may_block = False
             instance.finished(served)
         return None
 

@@ -7,6 +7,7 @@ import ctypes
 import os
 import signal
 import threading
+import warnings
 from typing import Any
 
 from monarch.actor import (
@@ -62,9 +63,10 @@ class Worker(Actor):
         return self.born_at
 
     @endpoint
-    def who(self) -> tuple[str, str, str, str]:
+    def who(self) -> tuple[str, str, str, str, str]:
         me = context().actor_instance
-        return str(me), current_actor_name(), me.name, me.class_name
+        assert me.creator is not None
+        return str(me), current_actor_name(), me.name, me.class_name, me.creator.name
 
     @endpoint
     def pid(self) -> int:
@@ -320,6 +322,27 @@ class AsyncWorker(Actor):
     async def fail(self, kind: str) -> None:
         await asyncio.sleep(0)
         raise {"error": ValueError, "base": KeyboardInterrupt, "stop": StopIteration}[kind](kind)
+
+
+class Blocker(Actor):
+    """Has sync endpoints only. Its constructor makes a task, and blocks; both tell `port`."""
+
+    def __init__(self, port: Port[Any]) -> None:
+        self.task = asyncio.create_task(self._run(port))
+        own, receiver = Channel[str].open()
+        own.send("")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            receiver.recv().get(10)
+        port.send([str(each.message) for each in caught])
+
+    async def _run(self, port: Port[Any]) -> None:
+        await asyncio.sleep(0)
+        port.send("the task runs")
+
+    @endpoint
+    def nothing(self) -> None:
+        pass
 
 
 class Ticker(Actor):

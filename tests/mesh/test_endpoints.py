@@ -30,7 +30,7 @@ from monarch.actor import (
     this_host,
     this_proc,
 )
-from tests.mesh.actors import AsyncWorker, Names, Sender, Ticker, Worker
+from tests.mesh.actors import AsyncWorker, Blocker, Names, Sender, Ticker, Worker
 from tests.mesh.conftest import Shared
 
 Spawn = Callable[..., Any]
@@ -259,10 +259,10 @@ class Looks(Actor):
 def test_names_say_who_created_whom(spawn: Spawn, shared: Shared) -> None:
     workers = spawn(Worker, name="w")
 
-    path, address, name, class_name = workers.slice(hosts=1, gpus=0).who.call_one().get(10)
+    path, address, name, class_name, creator = workers.slice(hosts=1, gpus=0).who.call_one().get(10)
 
     assert path == "<root>.<tests.mesh.actors.Worker w{'hosts': 1/2, 'gpus': 0/2}>"
-    assert (name, class_name) == ("w", "tests.mesh.actors.Worker")
+    assert (name, class_name, creator) == ("w", "tests.mesh.actors.Worker", "root")
     assert "w" in address
     assert str(context().actor_instance) == "<root>"
     assert this_proc().spawn("looks", Looks).creator.call_one().get(10) == "root"
@@ -299,6 +299,14 @@ def test_a_thread_of_an_actor_may_call_others(spawn: Spawn, shared: Shared, chan
     sender, other = spawn(Sender, channel[0], on=one(shared)), spawn(Worker, on=shared.procs.slice(hosts=0, gpus=0))
 
     assert sender.from_a_thread.call_one(other, 5).get(10) == [5]
+
+
+def test_the_constructor_of_a_sync_class_sees_the_loop_and_may_block(
+    spawn: Spawn, shared: Shared, channel: Any
+) -> None:
+    spawn(Blocker, channel[0], on=one(shared))
+
+    assert [channel[1].recv().get(10) for _ in range(2)] == [[], "the task runs"]
 
 
 def test_a_task_made_in_the_constructor_goes_on_between_messages(spawn: Spawn, shared: Shared) -> None:

@@ -499,6 +499,8 @@ class Accumulator(Generic[A, R]):
         def fold() -> A:
             value = self._identity
             for future in futures:
+                future.exception(0)  # whoever looks at the first that failed has seen them all
+            for future in futures:
                 value = self._combine(value, future.get())
             return value
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from monarch.actor import ActorError, Channel, Future
+from monarch.actor import Accumulator, ActorError, Channel, Future
 from tests.mesh.actors import AsyncWorker, Worker
 from tests.mesh.conftest import Shared
 from tests.until import until
@@ -226,6 +226,8 @@ def test_a_failure_that_nobody_looks_at_is_logged(spawn: Spawn, caplog: pytest.L
             with pytest.raises(ActorError):
                 call("seen").get(10)
         workers.fail.call_settled("settled").get(10)
+        with pytest.raises(ActorError):
+            Accumulator(workers.fail, 0, max).accumulate("folded").get(10)
         cancelled = one.fail.call_one("cancelled")
         if not cancelled.cancel():  # it had failed already: then somebody must look
             assert isinstance(cancelled.exception(10), ActorError)

@@ -113,7 +113,7 @@ class Attachment:
 def _place(url: str, secret: bytes | None) -> str:
     """A worker's address as processes of all hosts understand it. Raises: ValueError, NotViable, NoSecret."""
     dialed = str(evolve(parse(url), bind=None))
-    return joined([Place(domain_of(dialed, secret if secret is not None else shared_secret(dialed)), dialed)])
+    return joined([Place(domain_of(dialed, secret if secret is not None else shared_secret(url)), dialed)])
 
 
 _opening = threading.Lock()

@@ -17,12 +17,15 @@ import secrets
 import stat
 from typing import Final
 
+from attrs import evolve
+
 from monarch.core import settings
 from monarch.core.address import EVERYWHERE, domain_of
 from monarch.errors import AuthenticationError
 from monarch.log import get_logger
 from monarch.transports import certificates
 from monarch.transports.certificates import Certificates
+from monarch.transports.url import parse
 
 log = get_logger("monarch.trust")
 
@@ -51,7 +54,7 @@ def configured_or_new() -> bytes:
 
 
 def shared_secret(url: str) -> bytes:
-    """What a link to or from that address proves.
+    """What a link to or from that address proves; of ADVERTISE@BIND, what is bound says who can come.
 
     Raises:
         NoSecret: says what to do.
@@ -59,6 +62,7 @@ def shared_secret(url: str) -> bytes:
     configured = _configured()
     if configured is not None:
         return configured
+    url = str(evolve(parse(url).local, bind=None))
     if domain_of(url, b"") != EVERYWHERE:
         return _own_secret()
     if os.environ.get(INSECURE_VARIABLE) == "1":

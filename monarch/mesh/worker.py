@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, NoReturn
 
-from attrs import define, evolve, field
+from attrs import define, field
 
 from monarch.core import settings
 from monarch.core.address import EVERYWHERE, Place, domain_of
@@ -98,7 +98,7 @@ class Worker:
     def __init__(self, address: str, secret: bytes | None = None) -> None:
         show_certificates()
         url = parse(advertised(address))
-        secret = secret if secret is not None else shared_secret(str(evolve(url.local, bind=None)))
+        secret = secret if secret is not None else shared_secret(str(url))
         self._secret = secret
         self._listener = registry.for_url(address).listen(str(url), secret)
         self.url = self._listener.url

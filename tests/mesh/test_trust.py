@@ -29,8 +29,8 @@ def test_without_a_secret_only_this_host_is_open(monkeypatch: pytest.MonkeyPatch
     own = shared_secret(NEAR)
     assert own == shared_secret("ipc:///tmp/x") and len(own) >= 32
     monkeypatch.setenv("MONARCH_INSECURE", "1")
-    assert shared_secret(FAR) != own
-    assert shared_secret(NEAR) == own
+    assert shared_secret(FAR) == shared_secret(f"{NEAR}@tcp://0.0.0.0:1") != own
+    assert shared_secret(NEAR) == shared_secret(f"{FAR}@{NEAR}") == own
 
 
 def test_insecurity_warns(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -183,11 +183,11 @@ class TransportChoice:
             return value
         if not isinstance(value, str):
             raise TypeError(f"expected a ChannelTransport or a string, not {value!r}")
-        if value.lower() in ("metatls", "metatls-hostname"):
+        scheme, separator, rest = value.partition("://")
+        if scheme.lower() in ("metatls", "metatls-hostname"):
             raise UnsupportedTransport(f"{value!r}: {_NOT_METAS}")
         if value.lower() == "tls":
             return "tls+tcp"
-        scheme, separator, rest = value.partition("://")
         if value in TRANSPORTS or (separator and rest and scheme in TRANSPORTS and scheme != "auto"):
             return value
         raise ValueError(f"unknown transport {value!r}: expected one of {', '.join(TRANSPORTS)}, or scheme://address")

@@ -239,7 +239,8 @@ def test_a_slurm_job_asks_for_nodes_and_gives_them_back(
     _program(
         tmp_path,
         "squeue",
-        '[ -e cancelled ] && exit 0; [ -e asked ] && echo "RUNNING node1" || { touch asked; echo "PENDING "; }',
+        '[ -e cancelled ] && exit 0; [ "$5" = %T ] && { echo RUNNING; exit; }; '
+        '[ -e asked ] && echo "RUNNING node1" || { touch asked; echo "PENDING "; }',
     )
     _program(tmp_path, "scontrol", "echo 127.0.0.1")
     _program(tmp_path, "srun", 'shift; exec "$@"')

@@ -215,7 +215,7 @@ class HostAgent:
     # ---- waiting and stopping
 
     def _on_await_up(self, envelope: Envelope, keys: list[int]) -> None:
-        """Answer ("up",) when all of them are, or ("down", reason) when one is gone."""
+        """Answer ("up",) when all of them are, or ("down", reason, key) when one is gone."""
         left = set(keys)
         runtime = self._runtime
         answered = [False]
@@ -227,7 +227,7 @@ class HostAgent:
                 return
             if peer.down is not None:
                 answered[0] = True
-                runtime.answer(envelope, "down", str(peer.down))
+                runtime.answer(envelope, "down", str(peer.down), key)
             elif not left:
                 answered[0] = True
                 runtime.answer(envelope, "up")
@@ -238,7 +238,7 @@ class HostAgent:
                 runtime.gateway.peers.when_settled(peer, partial(settled, key))
             elif not answered[0]:
                 answered[0] = True
-                runtime.answer(envelope, "down", "its host does not know this process")
+                runtime.answer(envelope, "down", "its host does not know this process", key)
 
         for key in keys:
             if key == runtime.key:

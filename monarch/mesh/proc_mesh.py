@@ -22,7 +22,7 @@ from monarch.mesh.context import context
 from monarch.mesh.lines import Origin
 from monarch.mesh.members import describe_member, meet
 from monarch.mesh.ownership import OwnedActors, OwnedProcs, joined
-from monarch.mesh.shape import Region
+from monarch.mesh.shape import Point, Region
 from monarch.mesh.view import MeshView, overridable
 
 if TYPE_CHECKING:
@@ -165,28 +165,38 @@ class ProcMesh(MeshView):
     def initialized(self) -> Future[bool]:
         """Resolves to True when every process is up and its bootstrap function is through.
 
-        Raises (the future): ActorError, when that raised; SupervisionError, when a process could not start.
+        Raises (the future): ActorError, when that raised; SupervisionError "error spawning proc mesh: statuses: ...",
+        when a process could not start: of each host it names one.
         """
         self._refuse_stopped()
         runtime = context().actor_instance.proc_runtime
-        asked: list[Future[Any]] = [runtime.request(host, "await_up", keys) for host, keys in self._by_host().items()]
-        if self._setup is not None:
-            asked.append(self._setup.run_result.call())
-        all_up = joined(runtime, asked)
+        hosts = self._by_host()
+        asked = [runtime.request(host, "await_up", keys) for host, keys in hosts.items()]
+        setup: list[Future[Any]] = [] if self._setup is None else [self._setup.run_result.call()]
         result: Future[bool] = Future._pending(runtime.driver, lambda: f"the start of process mesh {self._name!r}")
 
         def check() -> bool:
-            for answer in asked:
+            statuses = []
+            for keys, answer in zip(hosts.values(), asked, strict=True):
                 try:
                     said = answer.get(0)
                 except PeerGone as error:
-                    raise SupervisionError(f"error spawning proc mesh {self._name!r}: {error.down}") from None
-                if isinstance(said, tuple) and said and said[0] == "down":
-                    raise SupervisionError(f"error spawning proc mesh {self._name!r}: {said[1]}")
+                    said = "down", str(error.down), keys[0]
+                if said[0] == "down":
+                    statuses.append(f"{self._place(said[2])}: {said[1]}")
+            if statuses:
+                raise SupervisionError(f"error spawning proc mesh: statuses: {'; '.join(statuses)}")
+            for answer in setup:
+                answer.get(0)
             return True
 
-        all_up._on_done(lambda: result._complete(check))
+        joined(runtime, [*asked, *setup])._on_done(lambda: result._complete(check))
         return result
+
+    def _place(self, key: int) -> str:
+        """Which process that is: `name{'gpus': 1/2}`."""
+        position = next(i for i, proc in enumerate(self._procs) if proc.key == key)
+        return f"{self._name}{Point(position, self._region.extent) if self._region.labels else ''}"
 
     def stop(self, reason: str = "stopped by client") -> Future[None]:
         """Stop all actors gracefully, then the processes; resolves when every process is gone, or lost with its host.

@@ -13,6 +13,7 @@ import pytest
 from monarch.actor import (
     Actor,
     ActorError,
+    BootstrapCommand,
     Point,
     ProcMesh,
     SupervisionError,
@@ -243,6 +244,17 @@ def test_the_environment_of_a_command_is_there_per_rank(real_client: TestClient)
     procs = this_host().spawn_procs({"gpus": 3}, bootstrap_command=command)
 
     assert list(procs.spawn("w", Worker).environ.call("RANK_OF_TEST").get(10).values()) == ["0", "1", "2"]
+
+
+def test_a_process_that_cannot_start_is_named(real_client: TestClient) -> None:
+    def command(point: Point) -> Any:
+        return default_bootstrap_cmd() if point.rank == 0 else BootstrapCommand("/bin/false", None, (), {})
+
+    procs = this_host().spawn_procs({"gpus": 2}, bootstrap_command=command)
+
+    with pytest.raises(SupervisionError, match=r"^error spawning proc mesh: statuses: anon\{'gpus': 1/2\}: .* code 1"):
+        procs.initialized.get(20)
+    real_client.expect_fault("non-zero code 1")
 
 
 def test_the_environment_is_there_before_the_first_import_of_a_users_module(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import secrets
 import signal
 import threading
 from functools import partial
@@ -35,6 +34,7 @@ from monarch.mesh.ownership import release_owned, stop_owned
 from monarch.mesh.proc_client import ProcClient
 from monarch.mesh.starting import ProcessStarter, Starter
 from monarch.mesh.threads import ThreadStarter
+from monarch.mesh.trust import own_secret
 from monarch.mesh.undeliverable import Undeliverable
 from monarch.supervision.failure import Member, MeshFailure
 from monarch.transports import registry
@@ -179,7 +179,7 @@ def make() -> Context:
         transport, reason = choice.transport, choice.reason
         scheme = transport.scheme
         listen = registry.any_address(scheme)
-    runtime = MeshProc(ProcId(Uid.instance("client")), transport, secrets.token_bytes(32))
+    runtime = MeshProc(ProcId(Uid.instance("client")), transport, own_secret(listen))
     runtime.gateway.ways.proxy = through()
     runtime.gateway.listen(listen)
     log.info("transport.chosen", transport=scheme, reason=reason, address=runtime.gateway.url)

@@ -64,7 +64,7 @@ def shared_secret(url: str) -> bytes:
         return configured
     url = str(evolve(parse(url).local, bind=None))
     if domain_of(url, b"") != EVERYWHERE:
-        return _own_secret()
+        return _users_secret()
     if os.environ.get(INSECURE_VARIABLE) == "1":
         log.warning(
             "network.insecure",
@@ -77,6 +77,16 @@ def shared_secret(url: str) -> bytes:
         f"with `monarch secret new FILE`, copy the file to all hosts, and set {FILE_VARIABLE}=FILE on each. Where "
         f"everybody who can connect may run code on this machine, {INSECURE_VARIABLE}=1 does without"
     )
+
+
+def own_secret(url: str) -> bytes:
+    """What the links of a program prove that listens at `url`: the same as those of its user's other programs, so that
+    it can be reached by one that was sent a reference; where there is no such secret, one that is drawn for it."""
+    try:
+        return shared_secret(url)
+    except (NoSecret, OSError) as error:
+        log.info("secret.drawn", address=url, reason=str(error))
+        return secrets.token_bytes(_SECRET_BYTES)
 
 
 def show_certificates() -> None:
@@ -110,7 +120,7 @@ def good(secret: bytes, source: str) -> bytes:
     return secret
 
 
-def _own_secret() -> bytes:
+def _users_secret() -> bytes:
     """This user's secret for what stays on this host."""
     folder = f"/run/user/{os.getuid()}"  # never by the environment: all processes of a user must find the same
     if not os.access(folder, os.W_OK):

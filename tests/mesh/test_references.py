@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import copy
+import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +16,11 @@ import pytest
 from monarch.actor import (
     Actor,
     ActorMesh,
+    Channel,
     HostMesh,
     Point,
     ProcMesh,
+    SupervisionError,
     ValueMesh,
     as_endpoint,
     context,
@@ -22,9 +28,10 @@ from monarch.actor import (
     this_host,
     this_proc,
 )
-from monarch.testing import TestClient
+from monarch.testing import TestClient, fresh_client
 from tests.mesh.actors import EndlessInit, Parent, Worker
 from tests.mesh.conftest import Shared
+from tests.until import until
 
 Spawn = Callable[..., Any]
 
@@ -96,6 +103,40 @@ def test_a_reference_pickled_twice_still_works(spawn: Spawn, holder: Any) -> Non
         assert list(again.echo.call(1).get(10).values()) == [1] * 4
         assert again == workers
         assert hash(again) == hash(workers)
+
+
+ANOTHER_PROGRAM = """
+import base64, pickle, sys
+from tests.mesh.actors import Worker
+procs, workers, port = pickle.loads(base64.b64decode(sys.argv[1]))
+port.send(list(workers.pid.call().get(20).values()))
+theirs = procs.spawn("theirs", Worker)
+theirs.echo.call(1).get(20)
+print(base64.b64encode(pickle.dumps(theirs)).decode(), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("transport", ["shm", "ipc", "tcp"])
+def test_a_reference_works_in_another_program_and_what_that_spawned_ends_with_it(transport: str) -> None:
+    with fresh_client(transport):
+        procs = this_host().spawn_procs({"gpus": 2})
+        workers = procs.spawn("workers", Worker)
+        port, received = Channel[list[int]].open()
+        sent = base64.b64encode(pickle.dumps((procs, workers, port))).decode()
+        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "MONARCH_TRANSPORT": transport}
+        command = [sys.executable, "-c", ANOTHER_PROGRAM, sent]
+        with subprocess.Popen(command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+            assert other.stdout is not None
+            theirs = pickle.loads(base64.b64decode(other.stdout.readline()))
+            pids = list(workers.pid.call().get(10).values())
+            assert received.recv().get(10) == list(theirs.pid.call().get(10).values()) == pids
+            other.kill()
+
+        until(lambda: theirs.echo.call(1).exception(10))
+        with pytest.raises(SupervisionError, match="its owner's process is gone"):
+            theirs.echo.call(1).get(10)
+        assert list(workers.pid.call().get(10).values()) == pids
 
 
 def test_a_reference_to_a_mesh_that_is_still_starting_waits_for_it(client: TestClient) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from monarch import cli
-from monarch.mesh.trust import NoSecret, new_secret, shared_secret, write_secret
+from monarch.mesh.trust import NoSecret, new_secret, own_secret, shared_secret, write_secret
 
 FAR, NEAR = "tcp://192.0.2.1:1", "tcp://127.0.0.1:1"
 
@@ -31,6 +31,11 @@ def test_without_a_secret_only_this_host_is_open(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("MONARCH_INSECURE", "1")
     assert shared_secret(FAR) == shared_secret(f"{NEAR}@tcp://0.0.0.0:1") != own
     assert shared_secret(NEAR) == shared_secret(f"{FAR}@{NEAR}") == own
+
+
+def test_a_program_has_the_secret_of_its_user_on_this_host_and_beyond_it_one_of_its_own() -> None:
+    assert own_secret(NEAR) == own_secret("shm://") == shared_secret(NEAR)
+    assert len({own_secret(FAR), own_secret(FAR), shared_secret(NEAR)}) == 3
 
 
 def test_insecurity_warns(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -30,6 +30,7 @@ from monarch.job import (
 from monarch.testing import TestClient, fresh_client, wait_until_gone
 from tests.mesh.actors import Worker
 from tests.mesh.workers import LIMIT_S
+from tests.ports import free_port
 
 
 @pytest.fixture(autouse=True)
@@ -188,7 +189,7 @@ def test_an_ssh_job_starts_workers_on_the_hosts_it_logs_in_to(
     _program(tmp_path, "ssh", textwrap.dedent(fake))
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
-    port = 20_000 + os.getpid() % 10_000 + (cached_path is None)
+    port = free_port()
     job = SSHJob(sys.executable, ("-o", "BatchMode=yes"), port)
     job.add_mesh("workers", ["user@far"])
     state = job.state(cached_path)
@@ -247,7 +248,7 @@ def test_a_slurm_job_asks_for_nodes_and_gives_them_back(
     _program(tmp_path, "hostname", "echo 127.0.0.1")
     _program(tmp_path, "scancel", "touch cancelled; kill $(cat pid)")
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    port = 30_000 + os.getpid() % 10_000
+    port = free_port()
     job = SlurmJob({"nodes": 1}, monarch_port=port, partition="debug", gpus_per_node=2, job_start_timeout=30)
     pid = job.state(None).nodes.spawn_procs().spawn("w", Worker).pid.call_one().get(LIMIT_S)
     script = (tmp_path / "script").read_text()

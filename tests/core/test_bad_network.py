@@ -16,6 +16,7 @@ from monarch.core.limits import Limits
 from monarch.core.proc import Proc
 from monarch.transports import registry
 from tests.core.net import LIMIT_S, SECRET, Collector, peer, send, until
+from tests.ports import free_port
 
 MIB = 1 << 20
 
@@ -76,12 +77,6 @@ class Relay:
                     time.sleep(self._random.random() * self.delay_s)
                 sink.sendall(data)
             sink.shutdown(socket.SHUT_WR)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as unused:
-        port: int = unused.getsockname()[1]
-    return port
 
 
 class Network:

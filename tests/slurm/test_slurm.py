@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import pytest
 from monarch.job import SlurmJob, job_loads
 from monarch.testing import fresh_client, wait_until_gone
 from tests.mesh.actors import Worker
+from tests.ports import free_port
 
 SETUP = Path(__file__).with_name("setup.sh")
 LIMIT_S = 60.0
@@ -42,12 +42,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             yield
     finally:
         subprocess.run([SETUP, "stop", folder], timeout=60, check=True)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as unused:
-        port: int = unused.getsockname()[1]
-    return port
 
 
 def queue(format: str) -> str:

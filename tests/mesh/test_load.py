@@ -75,10 +75,11 @@ def test_memory_stays_as_it_is_over_many_calls() -> None:
                     future.get(30)
             for _ in range(large_count):
                 assert echo.echo.call_one(large).get(30) == large
-            return [process.memory_info().rss for process in processes]
+            # How much shared memory goes around depends on how busy the machine is; `test_pool` sees to its bound.
+            return [info.rss - info.shared for info in (process.memory_info() for process in processes)]
 
         warm = call(5_000, 50)
         small = call(100_000, 0)
         assert [b <= 1.05 * a for a, b in zip(warm, small, strict=True)] == [True, True], (warm, small)
-        after = call(0, 1_000)  # how much shared memory goes around depends on how busy the machine is
+        after = call(0, 1_000)
         assert [b <= a + (16 << 20) for a, b in zip(small, after, strict=True)] == [True, True], (small, after)

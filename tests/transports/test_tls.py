@@ -221,3 +221,19 @@ def test_nothing_of_a_message_is_seen_on_the_wire(good):
         relaying.join(20)
     listener.close()
     assert len(seen) > len(secret_text) and b"nobody else" not in seen and b"MONARCH" not in seen
+
+
+def test_nng_closes_a_pair_only_when_its_connection_has_ended(good):
+    closed: list[bool] = []
+
+    def watch(pair: Pair) -> Pair:
+        close = pair._socket.close
+        pair._socket.close = lambda: (closed.append(pair.is_gone), close())
+        return pair
+
+    certificates.use(good)
+    with connected(TLS) as (left, right):
+        pairs = [watch(left._pair), watch(right._pair)]
+    for pair in pairs:
+        pair.wait_closed()
+    assert closed == [True, True]

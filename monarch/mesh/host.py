@@ -313,8 +313,9 @@ class HostAgent:
     def _insist(self, stopping: list[_Launched], signum: int) -> None:
         for launched in stopping:
             if launched.down is None and launched.running is not None:
-                late = "it was told to stop, and has not: an endpoint may still run"
-                log.warning("proc.signalled", proc=launched.request.title, signal=signum, reason=late)
+                late = "it is still starting" if self._not_up([launched]) else "an endpoint may still run"
+                reason = f"it was told to stop, and has not: {late}"
+                log.warning("proc.signalled", proc=launched.request.title, signal=signum, reason=reason)
                 launched.signalled = True
                 launched.running.kill(signum)
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from monarch.actor import Channel, SupervisionError, context, shutdown_context, this_host, this_proc
+from monarch.actor import BootstrapCommand, Channel, SupervisionError, context, shutdown_context, this_host, this_proc
+from monarch.config import configured
 from monarch.launch.process import Exit
 from monarch.mesh.host import _down_of
 from monarch.testing import TestClient, fresh_client, wait_until_gone
@@ -246,6 +247,15 @@ def test_a_process_that_was_told_to_stop_has_stopped_unless_it_crashed(
     down = _down_of(exit, stopping, signalled)
     assert (down.kind, down.code, down.signal) == (kind, exit.code, exit.signal)
     assert ("while it was being stopped" in down.reason) == (stopping is not None and kind != "stopped")
+
+
+def test_a_process_that_is_stopped_while_it_starts_is_told_of_as_such(
+    real_client: TestClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    with configured(process_exit_timeout="100ms"):
+        this_host().spawn_procs(bootstrap_command=BootstrapCommand("sleep", None, ("60",), {})).stop().get(10)
+
+    assert "it was told to stop, and has not: it is still starting" in caplog.text
 
 
 @pytest.mark.parametrize("whom", ["actors", "processes", "everything"])

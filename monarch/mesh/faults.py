@@ -117,8 +117,9 @@ class Faults:
             what = f"the failure of {failure.mesh_name}, above" if known else f"{failure.report()}{because}\n{_ADVICE}"
             host, pid = socket.gethostname(), os.getpid()
             shown += f"Unhandled monarch error on the root actor, hostname={host}, PID={pid} at time {now}: {what}\n"
-        sys.stderr.write(shown)
-        sys.stderr.flush()
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # it is closed: the program ends all the same
+            sys.stderr.write(shown)
+            sys.stderr.flush()
 
     def _leave_over(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """`sys.excepthook` of a program that ends by a fault. An uncaught KeyboardInterrupt would end it by SIGINT, and
@@ -199,8 +200,9 @@ def leave_with_1() -> None:
     _leaving = True
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
     os._exit(1)
 
 

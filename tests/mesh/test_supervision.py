@@ -260,6 +260,15 @@ def test_an_unhandled_failure_ends_the_program_with_status_1(transport: str) -> 
     assert "not reached" not in done.stdout
 
 
+def test_an_unhandled_failure_ends_a_program_without_standard_error() -> None:
+    done = run(
+        before="sys.stderr.close()", after="import time; time.sleep(20); print('not reached')", transport="inproc"
+    )
+
+    assert done.returncode == 1
+    assert "exit handler" in done.stdout and "not reached" not in done.stdout
+
+
 def test_an_unhandled_failure_at_the_very_end_counts() -> None:
     done = run(
         before="def hook(failure):\n    failures.put(failure)\n    held.acquire()\n    sys.exit(1)\n"

@@ -1,5 +1,4 @@
-"""Which actor printed or logged something: marks on the lines of a process, and `[actor=...]` on its log records. A
-mark that is shown stands for both.
+"""Which actor printed or logged something: marks on the lines of a process, and `[actor=...]` on its log records.
 
 Code of an actor is known by its context. Threads that an actor starts have none, nor have native code and subprocesses:
 what they print is the only actor's of the process, or, where there are several, the process's.
@@ -12,7 +11,6 @@ import logging
 import sys
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
-from monarch.core import settings
 from monarch.mesh import actor_config
 from monarch.mesh.context import ActorInstance, current_context
 from monarch.mesh.lines import Origin
@@ -26,10 +24,6 @@ def running_actor() -> ActorInstance | None:
     found = current_context.get()
     instance = None if found is None else found.actor_instance
     return instance if isinstance(instance, ActorInstance) else None
-
-
-def _record_prefix(actor: ActorInstance) -> str:
-    return f"[actor={actor}] "
 
 
 class Attribution:
@@ -72,10 +66,7 @@ class _MarkedStream(io.TextIOWrapper):
         actor = running_actor()
         if not text:
             return 0
-        size = len(text)
         ended = text.endswith("\n")
-        if actor is not None and "[actor=" in text and settings.get("prefix_with_rank"):
-            text = text.replace(_record_prefix(actor), "")
         marked = text
         if actor is not None:
             mark = actor.origin.mark()
@@ -86,7 +77,7 @@ class _MarkedStream(io.TextIOWrapper):
             marked, self._due = marked + self._due, ""
         self._fresh = ended
         super().write(marked)
-        return size
+        return len(text)
 
     def claim(self, origin: Origin) -> None:
         """At once, or when the line that somebody is writing has ended."""
@@ -111,7 +102,7 @@ def prefix_log_records() -> None:
         record = make_record(*args, **kwargs)
         actor = running_actor()
         if actor is not None and actor_config.prefix_python_logs_with_actor and record.msg != "":
-            prefix = _record_prefix(actor)
+            prefix = f"[actor={actor}] "
             record.msg = (prefix.replace("%", "%%") if record.args else prefix) + str(record.msg)
         return record
 

@@ -175,11 +175,15 @@ class _Group:
 _TIME: Final = re.compile(rb"\W?(?:\d{4}[-/]\d\d[-/]\d\d[ T])?\d\d:\d\d:\d\d(?:[.,]\d+)?")
 """Of a log record, at the start of its line."""
 
+_ACTOR: Final = re.compile(rb"\[actor=[^\]]*\] ")
+"""Of a log record: who it is from."""
+
 
 @define(eq=False)
 class Aggregator:
-    """Merges equal lines that members of a mesh print within a window of time, whatever time they start with. Nothing
-    else is ever merged: two lines that differ in a number are two lines."""
+    """Merges equal lines that members of a mesh print within a window of time, whatever time they start with, and
+    whichever of them the log records name. Nothing else is ever merged: two lines that differ in a number are two
+    lines."""
 
     window_s: float
     max_bytes: int = 1 << 20  # of different lines; then the window ends early
@@ -192,7 +196,8 @@ class Aggregator:
         if not self._groups:
             self._began_s = now_s
         time = _TIME.match(line.text)
-        key = (line.stream, line.origin.name, line.text if time is None else line.text[time.end() :])
+        text = line.text if time is None else line.text[time.end() :]
+        key = (line.stream, line.origin.name, _ACTOR.sub(b"", text, 1))
         group = self._groups.get(key)
         if group is None:
             group = self._groups[key] = _Group(line)
@@ -227,11 +232,10 @@ def ranges(ranks: Iterable[int]) -> str:
 def shown(line: Line, ranks: str = "", count: int = 1, *, prefix: bool = True) -> bytes:
     """A line as the driver shows it: `name[rank] text`, and for several equal ones `name[ranks] [N similar log lines]
     text`."""
-    start = line.origin.prefix if prefix else b""
-    if count > 1:
-        whose = f"{line.origin.name}[{ranks}] " if prefix else ""
-        start = f"{whose}[{count} similar log lines] ".encode(errors="replace")
-    return b"%b%b\n" % (start, line.text)
+    if count == 1:
+        return b"%b%b\n" % (line.origin.prefix if prefix else b"", line.text)
+    whose = f"{line.origin.name}[{ranks}] " if prefix else ""
+    return b"%b%b\n" % (f"{whose}[{count} similar log lines] ".encode(errors="replace"), _ACTOR.sub(b"", line.text, 1))
 
 
 class Admission:

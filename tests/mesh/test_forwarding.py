@@ -497,7 +497,7 @@ def test_a_process_that_execs_is_forwarded_too(output, client):
     assert sorted(output.text.splitlines()) == sorted(f"talker[0] {text}" for text in said)
 
 
-def test_log_records_of_actors_are_shown_with_one_prefix_and_merged(output, procs):
+def test_log_records_of_actors_say_whose_they_are_and_are_merged(output, procs):
     talker = procs.spawn("talker", Talker)
     talker.slice(gpus=1).log.call_one().get(LIMIT_S)
     asyncio.run(procs.logging_option(stream_to_client=True, aggregate_window_sec=3600))
@@ -505,18 +505,9 @@ def test_log_records_of_actors_are_shown_with_one_prefix_and_merged(output, proc
     procs.stop().get(LIMIT_S)
 
     said = ("done at 5%", "", "{'a': 1}")
+    actor = f"[actor=<root>.<{__name__}.Talker talker{{'gpus': 1/2}}>] "
     merged = [f"talker[0-1] [2 similar log lines] {text}" for text in said]
-    assert output.text.splitlines() == [*(f"talker[1] {text}" for text in said), *merged]
-
-
-def test_log_records_of_actors_say_whose_they_are_where_lines_do_not(output):
-    with fresh_client("ipc", enable_log_forwarding=True, prefix_with_rank=False):
-        procs = this_host().spawn_procs({"gpus": 2})
-        procs.spawn("talker", Talker).slice(gpus=1).log.call_one().get(LIMIT_S)
-        procs.stop().get(LIMIT_S)
-
-    actor = f"[actor=<root>.<{__name__}.Talker talker{{'gpus': 1/2}}>]"
-    assert output.text.splitlines() == [f"{actor} done at 5%", "", f"{actor} {{'a': 1}}"]
+    assert output.text.splitlines() == [*(f"talker[1] {actor if text else ''}{text}" for text in said), *merged]
 
 
 @pytest.mark.parametrize("finish", [asyncio.run, lambda it: it.close()], ids=["awaited", "not awaited"])

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from monarch.actor import ProcMesh, this_host
 from monarch.testing import TestClient, fresh_client
 
-if importlib.util.find_spec("torch") is None:
-    collect_ignore_glob = ["test_*.py"]
+
+class _NeedsTorch(pytest.Module):
+    def collect(self) -> NoReturn:
+        pytest.skip("torch is not installed", allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    missing = importlib.util.find_spec("torch") is None
+    return _NeedsTorch.from_parent(parent, path=module_path) if missing else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -22,6 +22,7 @@ from monarch.job.base import (
     load_current_job,
     set_current_job,
 )
+from monarch.job.batch import BatchJob
 from monarch.job.execute import exec_command
 from monarch.job.local import LocalJob
 from monarch.job.login import LoginJob, ProcessState, SSHJob
@@ -30,6 +31,7 @@ from monarch.job.slurm import SlurmJob
 
 __all__ = [
     "DEFAULT_JOB_PATH",
+    "BatchJob",
     "JobState",
     "JobTrait",
     "LocalJob",

@@ -2,12 +2,14 @@
 
 A job is *applied* when its workers have been asked for. `state` gives host meshes on them, and applies the job first
 where neither this object nor the one in the cache has a live allocation of the same kind. The cache is a pickle of the
-job, which only its owner can read: it may hold a secret.
+job, which only its owner can read: it may hold a secret. A client script that a job has been applied with finds a
+pickle of the job around it in the same way (see `batch`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import os
 import pickle
@@ -24,6 +26,8 @@ from monarch.mesh.host_mesh import HostMesh
 log = get_logger("monarch.job")
 
 DEFAULT_JOB_PATH: Final = ".monarch/job_state.pkl"
+BATCH_VARIABLE: Final = "MONARCH_BATCH_JOB"
+"""Names, to a client script, the pickle of the job that it runs in."""
 
 _STOP_LIMIT_S: Final = 10.0
 
@@ -61,14 +65,18 @@ class JobTrait(ABC):
         self._applied: str | None = None
         self._lasting = False
         self._reused: JobTrait | None = None
-        self._cache: str | None = None
+        self._files: list[str] = []  # that go with the allocation
         self._given: list[HostMesh] = []  # to this program
 
     # ---- for kinds of jobs
 
     @abstractmethod
-    def _create(self, *, lasting: bool) -> None:
-        """Have the workers started. `lasting`: they are to go on when this program has ended without a `kill`."""
+    def _create(self, client_script: str | None) -> None:
+        """Have the workers started; where `_lasting` says so, they go on when this program has ended without a `kill`.
+
+        `client_script`: the path of a Python program that is to run there, also when this one has ended, with a pickle
+        of the job around it (`BatchJob`) in the file that `MONARCH_BATCH_JOB` names. The workers end with it.
+        """
 
     @abstractmethod
     def _state(self) -> JobState:
@@ -101,31 +109,61 @@ class JobTrait(ABC):
     def apply(self, client_script: str | None = None) -> None:
         """Ask for the hosts, unless this job has them. They are kept until `kill`, also when this program ends.
 
+        Args:
+            client_script: a Python program that runs on the first of the hosts, also when this program ends. There,
+                `state` of a job like this one gives these hosts. They are given back when it has ended.
+
         Raises:
-            RuntimeError: it has hosts whose workers end with this program, from `state` without a cache.
+            FileNotFoundError: there is no such script.
+            RuntimeError: it has hosts whose workers end with this program, from `state` without a cache; or it is
+                active, and a script needs hosts that end with it.
         """
         if client_script is not None:
-            raise NotImplementedError("running a script inside of a job is planned, and not part of this version")
-        if not self.active:
-            self._apply(lasting=True)
+            if not os.path.isfile(client_script):
+                raise FileNotFoundError(errno.ENOENT, "there is no such client script", client_script)
+            if self.active:
+                raise RuntimeError("this job is active, and its hosts do not end with a script: kill() it first")
+            self._apply(lasting=True, client_script=os.path.abspath(client_script))
+        elif not self.active:
+            around = self._around()
+            if around is None:
+                self._apply(lasting=True)
+            else:
+                self._reused = around
         elif not self._lasting:
             raise RuntimeError("this job is active, with workers that end with this program: kill() it first")
 
-    def _apply(self, *, lasting: bool) -> None:
+    def _apply(self, *, lasting: bool, client_script: str | None = None) -> None:
         self._lasting = lasting
-        self._create(lasting=lasting)
-        self._applied = uuid.uuid4().hex
+        self._applied = uuid.uuid4().hex  # before a client script finds this job
+        try:
+            self._create(client_script)
+        except BaseException:
+            self._forget()
+            raise
         log.info("job.applied", kind=type(self).__name__, id=self._applied)
 
+    def _forget(self) -> None:
+        self._applied = None
+        for path in self._files:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+        self._files.clear()
+
     def state(self, cached_path: str | os.PathLike[str] | None = DEFAULT_JOB_PATH) -> JobState:
-        """The hosts: of this job where it is applied, else of the job in the cache where that can do what this one
-        asks for, else after `apply`. Each call gives new meshes on the same workers.
+        """The hosts: of this job where it is applied, else of the job that this program is the client script of, or
+        of the one in the cache, where that can do what this one asks for, else after `apply`. Each call gives new
+        meshes on the same workers.
 
         Args:
             cached_path: the cache; with None there is none, and the workers end with this program.
+
+        Raises:
+            RuntimeError: the job that this program is the client script of has lost hosts.
         """
         if self.active:
             return self._give(self)
+        self._reused = self._around() or self._reused
         if self._reused is None and cached_path is not None:
             self._reused = self._cached(Path(cached_path))
         if self._reused is not None and self._reused.can_run(self):
@@ -138,13 +176,23 @@ class JobTrait(ABC):
 
     def remember(self, path: str | os.PathLike[str]) -> None:
         """Put this job into a cache, until it is killed."""
-        self._cache = os.path.abspath(path)
+        self._files.append(os.path.abspath(path))
         self.dump(path)
 
     def _give(self, job: JobTrait) -> JobState:
         state = job._state()
         self._given += state._meshes.values()
         return state
+
+    def _around(self) -> JobTrait | None:
+        """The job that this program is the client script of, where that can do what this one asks for."""
+        path = os.environ.get(BATCH_VARIABLE)
+        if path is None:
+            return None
+        found = job_load(path)
+        if not found.active:
+            raise RuntimeError("the job that this script runs in has ended, or some of its hosts have")
+        return found if found.can_run(self) else None
 
     def _cached(self, path: Path) -> JobTrait | None:
         try:
@@ -169,10 +217,7 @@ class JobTrait(ABC):
         for job in (self._reused, self):
             if job is not None and job._applied is not None:
                 job._kill()
-                job._applied = None
-                if job._cache is not None:
-                    with contextlib.suppress(FileNotFoundError):
-                        os.unlink(job._cache)
+                job._forget()
         self._reused = None
 
     def dumps(self) -> bytes:
@@ -241,14 +286,15 @@ def set_current_job(name: str) -> None:
 
 
 def load_current_job() -> JobTrait:
-    """The job that `set_current_job` has named, else the one in the cache.
+    """The job that `set_current_job` has named, else the one that this program is the client script of, else the one in
+    the cache.
 
     Raises:
-        FileNotFoundError: there is neither.
+        FileNotFoundError: there is none of them.
     """
     if _current is not None:
         return named_job(_current)
-    return job_load(DEFAULT_JOB_PATH)
+    return job_load(os.environ.get(BATCH_VARIABLE, DEFAULT_JOB_PATH))
 
 
 def named_job(name: str) -> JobTrait:

@@ -58,7 +58,12 @@ class LoginJob(JobTrait):
     def _start_host(self, name: str) -> ProcessState:
         """Start a worker on the host `name`, by a process that leads a session of its own."""
 
-    def _create(self, *, lasting: bool) -> None:
+    def _create(self, client_script: str | None) -> None:
+        if client_script is not None:
+            raise RuntimeError(
+                "a job over logins cannot run scripts in batch mode: its workers are held by commands on this machine. "
+                "Run the script itself on a machine that stays (with nohup, say), and call state() there"
+            )
         if not self._names:
             raise ValueError("this job has no hosts: add_mesh(NAME, [HOST, ...]) first")
         if not self._is_alive():

@@ -11,10 +11,10 @@ import tempfile
 from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from monarch.job.base import JobState, JobTrait
-from monarch.job.workers import Started, attach, end_all
+from monarch.job.batch import new_log_folder, start_script
+from monarch.job.workers import Started, attach, end_all, start
 
 
 class ProcessJob(JobTrait):
@@ -34,43 +34,41 @@ class ProcessJob(JobTrait):
         self._env = dict(env or {})
         self._folder: str | None = None
         self._workers: list[Started] = []
-        self._ties: list[Any] = []  # what the workers read until this program ends
+        self._script: list[Started] = []
 
-    def _create(self, *, lasting: bool) -> None:
-        """Names in the kernel leave nothing behind. Lasting workers have a folder for what they print, until `kill`."""
+    def _create(self, client_script: str | None) -> None:
+        """What lasting workers print is in a folder, until `kill`; with a script, in the folder of its logs."""
         if not self._is_alive():
             self._kill()  # what is left of workers that were started before
-        prefix = f"ipc://@monarch-job-{secrets.token_hex(8)}"
-        if lasting:
+        if client_script is not None:
+            self._start_with_script(client_script)
+        elif self._lasting:
             self._folder = tempfile.mkdtemp(prefix="monarch-job-")  # mode 0700
+            self._start_workers(subprocess.DEVNULL, Path(self._folder))
+        else:
+            self._start_workers(subprocess.PIPE, None)
+
+    def _start_with_script(self, script: str) -> None:
+        folder = new_log_folder()
+        reads, writes = os.pipe()
+        try:
+            self._start_workers(reads, folder)
+            self._script = [start_script(self, script, folder, env=self._env, held=writes)]
+        finally:
+            os.close(reads)
+            os.close(writes)
+
+    def _start_workers(self, stdin: int, folder: Path | None) -> None:
+        """They end when `stdin` does, unless it is DEVNULL. Their names in the kernel leave nothing behind."""
+        prefix = f"ipc://@monarch-job-{secrets.token_hex(8)}"
+        tie = [] if stdin == subprocess.DEVNULL else ["--until-eof"]
         for name, count in self._meshes.items():
             for index in range(count):
                 label = f"{name}-{index}"
-                start = self._start_lasting if lasting else self._start_tied
-                process = start(label, [sys.executable, "-m", "monarch", "worker", "--listen", f"{prefix}-{label}"])
-                self._ties.append(process)
-                output = str(self._output_of(label)) if lasting else ""
-                self._workers.append(Started.of(process.pid, f"{prefix}-{label}", output))
-
-    def _start_tied(self, label: str, command: list[str]) -> subprocess.Popen[bytes]:
-        """It ends with this program, and prints where this program does."""
-        env = {**os.environ, **self._env}
-        return subprocess.Popen([*command, "--until-eof"], env=env, stdin=subprocess.PIPE, start_new_session=True)
-
-    def _start_lasting(self, label: str, command: list[str]) -> subprocess.Popen[bytes]:
-        with self._output_of(label).open("wb") as output:
-            return subprocess.Popen(
-                command,
-                env={**os.environ, **self._env},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
-
-    def _output_of(self, label: str) -> Path:
-        assert self._folder is not None
-        return Path(self._folder) / f"{label}.output"
+                url = f"{prefix}-{label}"
+                command = [sys.executable, "-m", "monarch", "worker", "--listen", url, *tie]
+                output = None if folder is None else folder / f"{label}.output"
+                self._workers.append(start(command, url, env=self._env, stdin=stdin, output=output))
 
     def _state(self) -> JobState:
         workers = iter(self._workers)
@@ -81,19 +79,12 @@ class ProcessJob(JobTrait):
         return same and self.active
 
     def _is_alive(self) -> bool:
-        return bool(self._workers) and all(worker.is_alive() for worker in self._workers)
+        return bool(self._workers) and all(each.is_alive() for each in self._workers + self._script)
 
     def _kill(self) -> None:
-        end_all(self._workers)
-        for process in self._ties:
-            if process.stdin is not None:
-                process.stdin.close()
-            process.wait()
-        self._ties.clear()
+        end_all(self._workers + self._script)
         self._workers.clear()
+        self._script.clear()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_ties": []}

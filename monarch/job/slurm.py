@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shlex
 import subprocess
@@ -13,7 +12,8 @@ from pathlib import Path
 from typing import Final
 
 from monarch.core import duration
-from monarch.job.base import JobState, JobTrait
+from monarch.job.base import BATCH_VARIABLE, JobState, JobTrait
+from monarch.job.batch import LOGS, write_job
 from monarch.mesh import trust
 from monarch.mesh.attach import attach_with
 
@@ -70,7 +70,7 @@ class SlurmJob(JobTrait):
         if job_start_timeout is not None:
             duration.check("job_start_timeout", job_start_timeout)
         self._timeout_s = job_start_timeout
-        self._log_dir = os.path.abspath(log_dir or ".monarch/logs")
+        self._log_dir = os.path.abspath(log_dir or LOGS)
         options = {
             "job-name": job_name,
             "nodes": sum(self._meshes.values()),
@@ -90,47 +90,60 @@ class SlurmJob(JobTrait):
         self._number = self._attach_to
         self._secret = trust.configured_or_new()
 
-    def script(self, secret_file: str) -> str:
-        """The batch script."""
+    def script(self, secret_file: str, client_script: str | None = None, job_file: str = "") -> str:
+        """The batch script; with a client script, which finds this job by `job_file`, the batch job ends with that."""
         worker = shlex.join([self._python, "-m", "monarch", "worker", "--listen"])
         address = f"tcp://$(hostname):{self._port}@tcp://0.0.0.0:{self._port}"
+        workers = f"srun --kill-on-bad-exit=0 bash -c {shlex.quote(f'exec {worker} {address}')}"
+        if client_script is None:
+            steps = [f"exec {workers}"]
+        else:
+            steps = [
+                f"{workers} &",
+                f"{BATCH_VARIABLE}={shlex.quote(job_file)} {shlex.join([self._python, '-u', client_script])}",
+                f"status=$?; {shlex.join(['rm', '-f', secret_file, job_file])}; exit $status",
+            ]
         return "\n".join(
             [
                 "#!/bin/bash",
                 *(f"#SBATCH {option}" for option in self._options),
                 f"export {trust.FILE_VARIABLE}={shlex.quote(secret_file)}",
-                f"exec srun --kill-on-bad-exit=0 bash -c {shlex.quote(f'exec {worker} {address}')}",
+                *steps,
                 "",
             ]
         )
 
-    def _create(self, *, lasting: bool) -> None:
+    def _create(self, client_script: str | None) -> None:
         if self._attach_to is not None:
-            self._number = self._attach_to
+            if client_script is not None:
+                raise RuntimeError(f"attach_to: Slurm job {self._attach_to} runs already, and takes no script any more")
             return
         folder = Path(self._log_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        secret_file = str(folder / f"secret-{os.urandom(4).hex()}")
+        name = os.urandom(4).hex()
+        secret_file = str(folder / f"secret-{name}")
         trust.write_secret(secret_file, self._secret.decode())
-        self._secret_file = secret_file
-        said = _run(["sbatch", "--parsable"], self.script(secret_file))
+        self._files.append(secret_file)
+        self._number = None
+        job_file = "" if client_script is None else write_job(self, folder / f"job-{name}.pkl")
+        said = _run(["sbatch", "--parsable"], self.script(secret_file, client_script, job_file))
         self._number = said.strip().partition(";")[0]
+
+    def _id(self) -> str:
+        """The number of the batch job; a script inside may run before `sbatch` has told it."""
+        return self._number or os.environ.get("SLURM_JOB_ID", "")
 
     def _nodes(self) -> list[str]:
         """The nodes once the job runs, within the time that it may wait."""
         began_s = time.monotonic()
         while True:
-            state, _, names = _run(["squeue", "-h", "-j", self._number or "", "-o", "%T %N"]).strip().partition(" ")
+            state, _, names = _run(["squeue", "-h", "-j", self._id(), "-o", "%T %N"]).strip().partition(" ")
             if state == "RUNNING":
                 return _run(["scontrol", "show", "hostnames", names]).split()
             if state not in _WAITING:
-                raise RuntimeError(
-                    f"Slurm job {self._number} does not run: its state is {state or 'not known any more'}"
-                )
+                raise RuntimeError(f"Slurm job {self._id()} does not run: its state is {state or 'not known any more'}")
             if self._timeout_s is not None and time.monotonic() - began_s > self._timeout_s:
-                raise TimeoutError(
-                    f"Slurm job {self._number} is {state} after {self._timeout_s:g} s (job_start_timeout)"
-                )
+                raise TimeoutError(f"Slurm job {self._id()} is {state} after {self._timeout_s:g} s (job_start_timeout)")
             time.sleep(_LOOK_S)
 
     def _state(self) -> JobState:
@@ -144,7 +157,7 @@ class SlurmJob(JobTrait):
 
     def _is_alive(self) -> bool:
         try:
-            state = _run(["squeue", "-h", "-j", self._number or "", "-o", "%T"]).strip()
+            state = _run(["squeue", "-h", "-j", self._id(), "-o", "%T"]).strip()
         except RuntimeError:  # a number that Slurm has forgotten
             return False
         return state == "RUNNING" or state in _WAITING
@@ -154,9 +167,7 @@ class SlurmJob(JobTrait):
         return same and self.active
 
     def _kill(self) -> None:
-        _run(["scancel", self._number or ""])
-        with contextlib.suppress(FileNotFoundError, AttributeError):
-            os.unlink(self._secret_file)
+        _run(["scancel", "--quiet", self._id()])  # one that has ended is no error
 
 
 def _run(command: Sequence[str], text: str | None = None) -> str:

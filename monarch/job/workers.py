@@ -6,13 +6,14 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from attrs import define
+from attrs import define, field
 
 from monarch.mesh.attach import attach_with
 from monarch.mesh.host_mesh import HostMesh
@@ -30,16 +31,21 @@ class Started:
         born: when the kernel started it: another process may get the same pid.
         url: where it listens.
         output: the file that has what it prints; "" where it prints to this program's output, or elsewhere.
+        process: in the program that has started it, by `start`.
     """
 
     pid: int
     born: str
     url: str
     output: str = ""
+    process: subprocess.Popen[bytes] | None = field(default=None, eq=False)
 
     @classmethod
-    def of(cls, pid: int, url: str, output: str = "") -> Started:
-        return cls(pid, _birth(pid), url, output)
+    def of(cls, pid: int, url: str) -> Started:
+        return cls(pid, _birth(pid), url)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Started, (self.pid, self.born, self.url, self.output)
 
     def is_alive(self) -> bool:
         return bool(self.born) and _birth(self.pid) == self.born
@@ -50,6 +56,22 @@ class Started:
             for pid in _session(self.pid):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signum)
+
+
+def start(
+    command: Sequence[str], url: str = "", *, env: Mapping[str, str], stdin: int, output: Path | None = None
+) -> Started:
+    """Start a process that leads a session of its own.
+
+    Args:
+        env: variables on top of the environment.
+        output: where it prints to; None: where this program does.
+    """
+    with contextlib.nullcontext() if output is None else output.open("wb") as file:
+        process = subprocess.Popen(
+            command, env={**os.environ, **env}, stdin=stdin, stdout=file, stderr=file, start_new_session=True
+        )
+    return Started(process.pid, _birth(process.pid), url, str(output or ""), process)
 
 
 def attach(secret: bytes | None, workers: Sequence[Started], name: str) -> HostMesh:
@@ -94,6 +116,10 @@ def end_all(workers: Sequence[Started]) -> None:
         time.sleep(_LOOK_S)
     for worker in workers:
         worker.signal(signal.SIGKILL)
+        if worker.process is not None:
+            if worker.process.stdin is not None:
+                worker.process.stdin.close()
+            worker.process.wait()
 
 
 def _birth(pid: int) -> str:

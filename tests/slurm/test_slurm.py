@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from monarch.job import SlurmJob, job_loads
 from monarch.testing import fresh_client, wait_until_gone
 from tests.mesh.actors import Worker
 from tests.ports import free_port
+from tests.until import until
 
 SETUP = Path(__file__).with_name("setup.sh")
 LIMIT_S = 60.0
@@ -102,3 +104,56 @@ def test_a_job_that_waits_for_nodes_in_vain_is_given_up(cluster: None, tmp_path:
             held.state(cached_path=None)
     finally:
         held.kill()
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_client_script_runs_in_the_batch_job_which_ends_with_it(
+    cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    script = f"""
+        import os, sys
+        from pathlib import Path
+        from monarch.job import SlurmJob
+        from tests.mesh.actors import Worker
+
+        if __name__ == "__main__":
+            job = SlurmJob({{"nodes": 1}}, log_dir={str(tmp_path)!r}, time_limit="5")
+            worker = job.state().nodes.spawn_procs().spawn("worker", Worker)
+            pid = worker.pid.call_one().get(60)
+            Path("telling").write_text(f"{{os.getpid()}} {{pid}} {{os.environ['SLURM_JOB_ID']}}")
+            os.rename("telling", "told")
+            Path("go").read_text()
+            sys.exit(3)
+    """
+    (tmp_path / "train.py").write_text(textwrap.dedent(script))
+    os.mkfifo("go")
+    job = new_job(tmp_path)
+    job.apply(client_script="train.py")
+    try:
+        until(lambda: os.path.exists("told"), LIMIT_S)
+        *pids, number = (tmp_path / "told").read_text().split()
+        assert job.active and number == job._number
+        if not killed:
+            (tmp_path / "go").write_text("")
+            until(lambda: queue("%i") == "", LIMIT_S)
+            assert not job.active
+            found = subprocess.run(["scontrol", "show", "job", number], capture_output=True, text=True, timeout=30)
+            assert "JobState=FAILED" in found.stdout and "ExitCode=3:0" in found.stdout
+    finally:
+        job.kill()
+    for pid in pids:
+        wait_until_gone(int(pid), LIMIT_S)
+    until(lambda: queue("%i") == "", LIMIT_S)
+    assert sorted(os.listdir()) == ["go", f"slurm-{number}.out", "told", "train.py"]
+
+
+def test_a_job_that_slurm_has_forgotten_is_given_back_in_silence(cluster: None, tmp_path: Path) -> None:
+    job = new_job(tmp_path)
+    job.apply()
+    subprocess.run(["scancel", str(job._number)], timeout=30, check=True)
+    until(lambda: queue("%i") == "", LIMIT_S)
+    job._number = "999999"
+    job.kill()
+    assert not [name for name in os.listdir(tmp_path) if name.startswith("secret")]

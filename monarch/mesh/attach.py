@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 from attrs import evolve
 
@@ -43,6 +44,9 @@ _OWN_HOST = (
 )  # settings that mean the client's host alone
 
 
+_AGAIN_S: Final = 0.1
+
+
 class Attachment:
     """One worker, from when it was named until this client leaves it."""
 
@@ -50,7 +54,7 @@ class Attachment:
         self._runtime = runtime
         self._secret = secret
         self.url = worker if isinstance(worker, str) else ""
-        limit_s = settings.get("mesh_attach_config_timeout")
+        self._limit_s = limit_s = settings.get("mesh_attach_config_timeout")
         address = "" if isinstance(worker, Future) else _place(worker, secret)
         self.host = ProcId(Uid.instance(label), address)
         self._peer = runtime.gateway.peers.attach(self.host, limit_s)
@@ -72,12 +76,24 @@ class Attachment:
             self.url = worker if isinstance(worker, str) else worker.get(0)
             self._peer.known_as = f"the worker at {self.url}"
             address = _place(self.url, self._secret)
-            _be_reachable(self._runtime, self.url, self._secret)
+            self._be_reachable()
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
             self._runtime.gateway.call_later(0.0, lambda: self._give_up(why))  # ends are told on the driving thread
         else:
             self._runtime.gateway.peers.release(self._peer, address)
+
+    def _be_reachable(self) -> None:
+        """Raises: OSError, NotViable, NoSecret."""
+        deadline_s = time.monotonic() + self._limit_s
+        while True:
+            try:
+                _be_reachable(self._runtime, self.url, self._secret)
+                return
+            except ConnectionRefusedError:  # by the worker of `network.attach`, which may be on its way up, too
+                if time.monotonic() >= deadline_s or not self._peer.is_on_hold:
+                    raise
+            time.sleep(_AGAIN_S)
 
     def _give_up(self, why: str) -> None:
         if self._peer.state is State.NEW and self._peer.is_on_hold:

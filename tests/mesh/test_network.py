@@ -251,6 +251,7 @@ BEHIND_A_FIREWALL = """
     if __name__ == "__main__":
         attach(sys.argv[1])
         hosts = attach_to_workers(workers=sys.argv[1:])
+        print("asked", flush=True)
         there = hosts.spawn_procs().spawn("there", Member)
         here = this_host().spawn_procs({"x": 2}).spawn("here", Member)
         pids = [pid for _, pid in there.place.call().get(LIMIT_S).values()]
@@ -268,18 +269,22 @@ BEHIND_A_FIREWALL = """
 
 
 def test_a_client_that_nobody_can_dial_talks_through_a_worker() -> None:
-    """It listens nowhere, has no way to the second host, and all connections of its processes go to one address."""
+    """It is there before the workers, listens nowhere, has no way to the second host, and all connections of its
+    processes go to one address."""
     with ExitStack() as stack:
         first, second, inside = stack.enter_context(netns.network(3))
-        for machine in (first, second):
-            stack.enter_context(worker(machine.url(), SECRET, machine.prefix))
         subprocess.run([*inside.prefix, "ip", "route", "add", "blackhole", second.address], check=True)
         script = [sys.executable, "-c", textwrap.dedent(BEHIND_A_FIREWALL)]
         command = [*inside.prefix, *script, first.url(), second.url()]
         env = os.environ | SECRET
-        found = subprocess.run(command, env=env, capture_output=True, text=True, timeout=2 * LIMIT_S, check=False)
-        assert found.stdout.startswith("reached") and not found.stderr, found.stderr
-        for pid in found.stdout.split()[1:]:
+        client = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        stack.callback(client.kill)
+        assert client.stdout is not None and client.stdout.readline() == "asked\n"
+        for machine in (first, second):
+            stack.enter_context(worker(machine.url(), SECRET, machine.prefix))
+        said, errors = client.communicate(timeout=2 * LIMIT_S)
+        assert said.startswith("reached") and not errors, errors
+        for pid in said.split()[1:]:
             wait_until_gone(int(pid))
 
 

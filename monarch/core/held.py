@@ -51,15 +51,19 @@ class Held:
         noted: whether a signal came. `nudge` was called then, to end a wait.
     """
 
-    __slots__ = ("_handlers", "_nudge", "_pending", "noted")
+    __slots__ = ("_handlers", "_is_over", "_nudge", "_pending", "noted")
 
     def __init__(self, nudge: Callable[[], None] = lambda: None, signals: _Signals = ALL) -> None:
         self._nudge = nudge
         self._handlers = signals.handlers()
         self._pending: list[tuple[int, FrameType | None]] | None = None
+        self._is_over = False
         self.noted = False
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._is_over:  # what another handler raised came before this signal's own was back
+            self._handlers[number](number, frame)
+            return
         self.noted = True
         if self._pending is None:
             self._pending = []
@@ -77,22 +81,34 @@ class Held:
 
     def __exit__(self, *_: object) -> None:
         failed: BaseException | None = None
-        for number, handler in self._handlers.items():
-            try:
-                _signal.signal(number, handler)
-            except BaseException as error:  # of another that is back
-                failed = error
-                _signal.signal(number, handler)
-        while self.noted and self._pending:
-            number, frame = self._pending.pop(0)
-            try:
-                self._handlers[number](number, frame)
-            except BaseException as error:
-                if isinstance(error, KeyboardInterrupt) and not error.args and interrupted_because:
-                    error.args = (interrupted_because,)
-                failed = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
+        try:
+            for number, handler in self._handlers.items():
+                try:
+                    _signal.signal(number, handler)
+                except BaseException as error:  # of another that is back
+                    failed = error
+                    _signal.signal(number, handler)
+        finally:
+            self._is_over = True
+            if self.noted:
+                self._run_pending()
         if failed is not None:
             raise failed
+
+    def _run_pending(self) -> None:
+        """All of them, whatever one of them raises."""
+        if not self._pending:
+            return
+        number, frame = self._pending.pop(0)
+        try:
+            self._handlers[number](number, frame)
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt) and not error.args and interrupted_because:
+                error.args = (interrupted_because,)
+            error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
+            raise
+        finally:
+            self._run_pending()
 
 
 class NothingHeld:

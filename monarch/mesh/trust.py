@@ -99,16 +99,21 @@ def _configured() -> bytes | None:
     path = os.environ.get(FILE_VARIABLE)
     if path:
         try:
-            with open(path, "rb") as file:
-                mode = os.fstat(file.fileno()).st_mode
-                secret = file.read().strip()
+            return _read(path, FILE_VARIABLE)
         except OSError as error:
             raise NoSecret(f"{FILE_VARIABLE}: the secret cannot be read: {error}") from error
-        if mode & (stat.S_IRWXG | stat.S_IRWXO):
-            raise NoSecret(f"{FILE_VARIABLE}: {path} can be read by others; chmod 600 {path}")
-        return good(secret, FILE_VARIABLE)
     text = os.environ.get(VARIABLE)
     return good(text.strip().encode(), VARIABLE) if text else None
+
+
+def _read(path: str, source: str) -> bytes:
+    """What a file has that nobody else can read. Raises: OSError, NoSecret."""
+    with open(path, "rb") as file:
+        mode = os.fstat(file.fileno()).st_mode
+        secret = file.read().strip()
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise NoSecret(f"{source}: {path} can be read by others; chmod 600 {path}")
+    return good(secret, source)
 
 
 def good(secret: bytes, source: str) -> bytes:
@@ -131,11 +136,11 @@ def _users_secret() -> bytes:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise NoSecret(f"{folder} belongs to another user, or others may write to it; set {FILE_VARIABLE} to a file")
     path = os.path.join(folder, "monarch-secret")
-    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
-        return file.read()
+    source = f"this user's secret in {path}"
+    with contextlib.suppress(FileNotFoundError):
+        return _read(path, source)
     write_secret(path, new_secret())
-    with open(path, "rb") as file:  # of whoever was first
-        return file.read()
+    return _read(path, source)  # of whoever was first
 
 
 def write_secret(path: str, secret: str) -> bool:

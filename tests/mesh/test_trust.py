@@ -38,6 +38,21 @@ def test_a_program_has_the_secret_of_its_user_on_this_host_and_beyond_it_one_of_
     assert len({own_secret(FAR), own_secret(FAR), shared_secret(NEAR)}) == 3
 
 
+@pytest.mark.parametrize(("content", "mode"), [("", 0o600), ("short", 0o600), ("f" * 64, 0o644)])
+def test_a_users_secret_that_is_none_any_more_is_used_by_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, mode: int
+) -> None:
+    path = tmp_path / "monarch-secret"
+    path.write_text(content)
+    path.chmod(mode)
+    joined = os.path.join
+    monkeypatch.setattr("os.path.join", lambda *parts: str(path) if parts[1:] == (path.name,) else joined(*parts))
+
+    with pytest.raises(NoSecret, match=str(path)):
+        shared_secret(NEAR)
+    assert len({own_secret(NEAR), own_secret(NEAR), content.encode()}) == 3
+
+
 def test_insecurity_warns(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("MONARCH_INSECURE", "1")
     shared_secret(FAR)

@@ -51,6 +51,7 @@ class Faults:
         self.fatal = threading.Event()  # the hook has raised: once is enough
         self._at_end = threading.Event()  # the program ends by itself, in any case
         self._untold: tuple[MeshFailure, str] | None = None  # what the program ends over, and what the hook raised
+        self._shows = sys.__excepthook__  # what leaves the script
         self._queue: queue.SimpleQueue[MeshFailure] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -74,7 +75,7 @@ class Faults:
         """The program is at its end in spite of the KeyboardInterrupt, or before it: its status tells the truth."""
         if self.fatal.is_set() and not _leaving:
             self._tell(next(uncaught(), None))
-            leave_with_1()
+            end_with_1()
 
     def take_last(self, failures: Sequence[MeshFailure]) -> None:
         """Those of a program that ends anyway, on the thread that ends it."""
@@ -97,7 +98,7 @@ class Faults:
             because = "" if isinstance(error, SystemExit) else f"\nunhandled_fault_hook raised {error!r}"
             self._untold = failure, because
             held.interrupted_because = f"{failure.member}: {failure.down}"
-            sys.excepthook = self._leave_over
+            self._shows, sys.excepthook = sys.excepthook, self._leave_over
             self.fatal.set()
             return True
         return False
@@ -126,8 +127,14 @@ class Faults:
         would skip nothing on its way but the status: so run the rest of a normal end here, and leave with 1."""
         if isinstance(error, KeyboardInterrupt):
             self._tell(None)
-        else:
+        elif self._shows is sys.__excepthook__:
             self._tell(error, "".join(traceback.format_exception(kind, error, trace)))
+        else:  # the program's own, which may show it to nobody here
+            try:
+                self._shows(kind, error, trace)
+            except Exception:
+                sys.__excepthook__(kind, error, trace)
+            self._tell(None)
         leave_with_1()
 
     def _end_program(self) -> None:
@@ -193,6 +200,18 @@ def _end_calls_of_the_system(thread: int) -> None:
     for pause_s in (0.02, 0.2, 1.0):
         time.sleep(pause_s)
         signal.pthread_kill(thread, signal.SIGURG)
+
+
+class _Last:
+    """Goes when the interpreter takes `sys` down: after all exit functions, each of which has run once."""
+
+    def __del__(self, leave: Callable[[int], object] = os._exit) -> None:
+        leave(1)
+
+
+def end_with_1() -> None:
+    """Have the interpreter end with status 1, once it has come to its end. Once: another would end it at once."""
+    sys._monarch_last = _Last()  # type: ignore[attr-defined]
 
 
 def leave_with_1() -> None:

@@ -260,6 +260,29 @@ def test_an_unhandled_failure_ends_the_program_with_status_1(transport: str) -> 
     assert "not reached" not in done.stdout
 
 
+def test_each_exit_handler_of_a_program_that_ends_over_a_failure_runs_once() -> None:
+    done = run(
+        after="atexit.register(print, 'last'); worker.initialized.exception()\ntry: worker.echo.call_one(1).get()\n"
+        "except Exception: sys.exit(7)",
+        transport="ipc",
+    )
+
+    assert done.returncode == 1
+    assert done.stdout == "last\nexit handler\n"
+
+
+def test_what_a_program_has_to_show_its_errors_is_asked_about_the_one_that_ends_it() -> None:
+    done = run(
+        before="sys.excepthook = lambda kind, error, trace: print('shown', kind.__name__)",
+        after="worker.echo.call_one(1).get()",
+        transport="ipc",
+    )
+
+    assert done.returncode == 1
+    assert done.stdout == "shown SupervisionError\nexit handler\n"
+    assert "The program ends over this." in done.stderr
+
+
 def test_an_unhandled_failure_ends_a_program_without_standard_error() -> None:
     done = run(
         before="sys.stderr.close()", after="import time; time.sleep(20); print('not reached')", transport="inproc"

@@ -155,8 +155,9 @@ def new_bytes(part: Buffer) -> bytes:
         return inside.made
     if len(part) < LARGE_BYTES or type(part) is bytes:
         return bytes(part)
-    view = allocate_for_bytes(len(part))
-    copy(view, part)
+    fixed = memoryview(part)
+    view = allocate_for_bytes(len(fixed))
+    copy(view, fixed)
     return new_bytes(view)
 
 
@@ -164,9 +165,10 @@ def new_bytearray(part: Buffer) -> bytearray:
     """As `bytearray(part)`."""
     if len(part) < LARGE_BYTES:
         return bytearray(part)
-    made: bytearray = _new_bytearray(None, len(part))
+    fixed = memoryview(part)  # another thread may use it: what has a view keeps its size
+    made: bytearray = _new_bytearray(None, len(fixed))
     _prefer_huge_pages(_address(made), len(made))
-    copy(memoryview(made), part)
+    copy(memoryview(made), fixed)
     return made
 
 
@@ -195,8 +197,8 @@ def copy(to: memoryview, part: Buffer) -> None:
     elif type(part) is bytes:
         address = ctypes.cast(ctypes.c_char_p(part), ctypes.c_void_p).value or 0
         move(_address(to), address, size, to, part)
-    elif not memoryview(part).readonly:
-        move(_address(to), _address(part), size, to, part)
+    elif not (fixed := memoryview(part)).readonly:
+        move(_address(to), _address(fixed), size, to, fixed)
     else:
         to[:] = part
 

@@ -7,7 +7,7 @@ import gc
 import mmap
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -112,6 +112,23 @@ def test_two_threads_copy_what_is_large_or_one_where_there_are_no_more(
     memory.copy(room, data)
     assert bytes(room) == data
     assert all(LARGE_BYTES // 2 <= far < len(data) for far in helped) and len(helped) == has_threads
+
+
+@pytest.mark.parametrize("made", [new_bytearray, new_bytes])
+def test_what_is_copied_cannot_be_resized_meanwhile(
+    made: Callable[[bytearray], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = bytearray(LARGE_BYTES)
+    moved = []
+
+    def move(to: int, start: int, size_bytes: int, *owners: object) -> None:
+        with pytest.raises(BufferError):
+            part.clear()
+        moved.append(size_bytes)
+
+    monkeypatch.setattr(memory, "move", move)
+    made(part)
+    assert moved == [LARGE_BYTES]
 
 
 @pytest.mark.parametrize("size_bytes", [100, LARGE_BYTES + 100])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import itertools
 import math
+import resource
 import selectors
 import socket
 import time
@@ -69,6 +70,17 @@ class Spare:
             self._sock = None
 
 
+_MOST: Final = 128
+_SHARE: Final = 8
+"""One in so many descriptors may be a newcomer's: friends need some, for their links and for what they start here."""
+
+
+def most_newcomers() -> int:
+    """How many may be unfinished at a time in this process."""
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST if descriptors == resource.RLIM_INFINITY else max(1, min(descriptors // _SHARE, _MOST))
+
+
 def words_for(error: Exception) -> str:
     """Why somebody was turned away, for the log; "" for connections that just broke."""
     return str(error) if isinstance(error, AuthenticationError | ProtocolError) else ""
@@ -104,7 +116,7 @@ class StreamListener:
     """An heir sends this much as its greeting."""
     _clock: Callable[[], float] = time.monotonic
     _handshake_s: float = 10.0
-    _max_newcomers: int = 128
+    _max_newcomers: int = field(factory=most_newcomers)
     selector: selectors.BaseSelector = field(factory=selectors.DefaultSelector, init=False)
     """Whatever else `adopt` has to wait for may be registered here, with a callable that raises nothing as data."""
     starved: OSError | None = field(default=None, init=False)

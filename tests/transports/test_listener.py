@@ -15,7 +15,7 @@ import pytest
 from monarch.errors import AuthenticationError
 from monarch.transports import registry
 from monarch.transports.auth import MAGIC, Handshake
-from monarch.transports.listener import StreamListener
+from monarch.transports.listener import StreamListener, most_newcomers
 from monarch.transports.newcomers import network_of
 from monarch.transports.stream import StreamLink
 from tests.transports.drive import SECRET, dial_and_accept, exchange, wait_until
@@ -63,6 +63,25 @@ def test_one_newcomer_too_many_pushes_out_the_oldest(bound):
         listener.accept_nowait()
     assert listener.newcomer_count == 3
     assert strangers[0].recv(1) == strangers[1].recv(1) == b""
+    for s in strangers:
+        s.close()
+    listener.close()
+
+
+@pytest.mark.parametrize(
+    ("descriptors", "most"), [(2, 1), (60, 7), (1024, 128), (1 << 20, 128), (resource.RLIM_INFINITY, 128)]
+)
+def test_newcomers_take_an_eighth_of_the_descriptors_at_most(monkeypatch, descriptors, most):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (descriptors, descriptors))
+    assert most_newcomers() == most
+
+
+def test_a_flood_leaves_descriptors_for_friends(bound, monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (60, 60))
+    listener = listener_on(bound[0])
+    strangers = [stranger_at(bound[1]) for _ in range(20)]
+    wait_until(lambda: listener.accept_nowait() or readable(strangers[12]), listener)
+    assert listener.newcomer_count == 7
     for s in strangers:
         s.close()
     listener.close()

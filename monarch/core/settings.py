@@ -106,7 +106,8 @@ class Settings:
         accepted = checked(values)
         with self._lock:
             self._runtime = accepted
-            self._merge()
+            if self._values:  # else it is the first use that merges, with the environment
+                self._merge()
 
     @contextmanager
     def overridden(self, **values: object) -> Iterator[dict[str, Any]]:

@@ -308,6 +308,13 @@ def test_a_configure_under_a_bad_variable_changes_nothing(table, environ):
     assert table.runtime() == {}
 
 
+def test_the_environment_counts_for_who_forgets_the_runtime_layer_first(environ):
+    environ["HYPERACTOR_PROCESS_EXIT_TIMEOUT"] = "9s"
+    table = Settings(environ)
+    table.replace_runtime({})
+    assert table.get("process_exit_timeout") == 9.0
+
+
 def test_the_environment_is_read_again_by_install(table, environ):
     assert table.get("message_ttl_default") == 64
     environ["HYPERACTOR_MESSAGE_TTL_DEFAULT"] = "5"

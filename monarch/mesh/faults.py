@@ -51,7 +51,7 @@ class Faults:
         self.fatal = threading.Event()  # the hook has raised: once is enough
         self._at_end = threading.Event()  # the program ends by itself, in any case
         self._untold: tuple[MeshFailure, str] | None = None  # what the program ends over, and what the hook raised
-        self._shows = sys.__excepthook__  # what leaves the script
+        self._shows = sys.__excepthook__  # what leaves the script; another may show it to nobody here
         self._queue: queue.SimpleQueue[MeshFailure] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -74,7 +74,7 @@ class Faults:
     def end_program_if_due(self) -> None:
         """The program is at its end in spite of the KeyboardInterrupt, or before it: its status tells the truth."""
         if self.fatal.is_set() and not _leaving:
-            self._tell(next(uncaught(), None))
+            self._tell(next(uncaught(), None) if self._shows is sys.__excepthook__ else None)
             end_with_1()
 
     def take_last(self, failures: Sequence[MeshFailure]) -> None:
@@ -129,7 +129,7 @@ class Faults:
             self._tell(None)
         elif self._shows is sys.__excepthook__:
             self._tell(error, "".join(traceback.format_exception(kind, error, trace)))
-        else:  # the program's own, which may show it to nobody here
+        else:
             try:
                 self._shows(kind, error, trace)
             except Exception:

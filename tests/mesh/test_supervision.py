@@ -271,10 +271,13 @@ def test_each_exit_handler_of_a_program_that_ends_over_a_failure_runs_once() -> 
     assert done.stdout == "last\nexit handler\n"
 
 
-def test_what_a_program_has_to_show_its_errors_is_asked_about_the_one_that_ends_it() -> None:
+@pytest.mark.parametrize("before_it_is_fatal", [True, False])
+def test_what_a_program_has_to_show_its_errors_is_asked_about_the_one_that_ends_it(before_it_is_fatal: bool) -> None:
     done = run(
         before="sys.excepthook = lambda kind, error, trace: print('shown', kind.__name__)",
-        after="worker.echo.call_one(1).get()",
+        after="call = worker.echo.call_one(1)\ncall.exception()\n"
+        + ("" if before_it_is_fatal else f"try: {WHEN_IT_HAS_COME}\nexcept KeyboardInterrupt: pass\n")
+        + "call.get()",
         transport="ipc",
     )
 

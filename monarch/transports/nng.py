@@ -19,6 +19,7 @@ import ctypes
 import errno
 import os
 import secrets
+import select
 import socket
 import struct
 import threading
@@ -38,9 +39,9 @@ _KEY_BYTES: Final = 32
 _DOOR: Final = struct.Struct(f"!H{_KEY_BYTES}s")
 DOOR_BYTES: Final = _DOOR.size
 _IDENTITY: Final = b"monarch"
-_ESTABLISHED: Final = 1
 _END_S: Final = 0.05
 _GONE_LIMIT_S: Final = 1.0
+_LOOK_MS: Final = 1000
 _SO_ATTACH_FILTER: Final = 26
 _USER_TIMEOUT_MS: Final = 20_000
 
@@ -278,16 +279,20 @@ class Pair:
         return message
 
     def check_end(self) -> None:
-        """The other connection to the peer has ended: has this one? nng's TLS forgets an end that it meets while
-        messages wait for us; the kernel does not. If nng knows of it, it says so in the moment that it is given."""
-        if self._connection is None or self.is_gone:
-            return
-        state = self._connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
-        if state != _ESTABLISHED and not self._is_ending:
+        """The other connection to the peer has ended: this one has, or will soon. nng's TLS forgets an end that it
+        meets while messages wait for us; the kernel does not. If nng knows of it, it says so in the moment that it is
+        given."""
+        if self._connection is not None and not self.is_gone and not self._is_ending:
             self._is_ending = True
-            timer = threading.Timer(_END_S, self._tell_gone)
-            timer.daemon = True
-            timer.start()
+            poll = select.poll()
+            poll.register(self._connection, select.POLLRDHUP)
+            threading.Thread(target=self._tell_end, args=(poll,), name="monarch-nng-end", daemon=True).start()
+
+    def _tell_end(self, poll: select.poll) -> None:
+        while not poll.poll(_LOOK_MS) and not self._closed:
+            pass
+        time.sleep(_END_S)
+        self._tell_gone()
 
     def describe(self, code: int) -> str:
         text: bytes = self._ffi.string(self._lib.nng_strerror(code))

@@ -15,8 +15,10 @@ from monarch.transports.base import Link, Listener
 from monarch.transports.certificates import Certificates
 from monarch.transports.nng import Pair
 from monarch.transports.url import parse
+from monarch.wake import Wake
 from tests.certificates import Authority
 from tests.transports.drive import SECRET, connected, exchange, plain, wait_until
+from tests.until import until
 
 ANYWHERE = "tls+tcp://127.0.0.1:0"
 TLS = registry.get("tls+tcp")
@@ -237,3 +239,18 @@ def test_nng_closes_a_pair_only_when_its_connection_has_ended(good):
     for pair in pairs:
         pair.wait_closed()
     assert closed == [True, True]
+
+
+def test_an_end_of_the_second_connection_is_told_when_it_comes_after_that_of_the_first():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        theirs = socket.create_connection(server.getsockname())
+        ours = server.accept()[0]
+    pair = Pair.__new__(Pair)
+    pair._connection, pair.wake = ours, Wake()
+    pair.is_gone = pair._is_ending = pair._closed = False
+    pair.check_end()
+    assert not pair.is_gone
+    theirs.close()
+    until(lambda: pair.is_gone)
+    ours.close()
+    pair.wake.close()

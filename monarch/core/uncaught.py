@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Iterator
 
 
 def uncaught() -> Iterator[BaseException]:
     """What Python has shown, or is showing, since an error left the script; nothing before. At a prompt, errors may
-    have left any statement, and count for nothing."""
+    have left any statement, and count for nothing, as those do that another keeps in the same place, which it has
+    caught (pytest, of each test that fails)."""
     last = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
-    return iter(()) if last is None else shown_with(last)
+    return shown_with(last) if last is not None and _has_left_the_script(last) else iter(())
+
+
+def _has_left_the_script(error: BaseException) -> bool:
+    script = sys.modules["__main__"].__dict__
+    return any(
+        frame.f_code.co_name == "<module>" and frame.f_globals is script
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+    )
 
 
 def shown_with(error: BaseException) -> Iterator[BaseException]:

@@ -76,15 +76,15 @@ class Attachment:
             self.url = worker if isinstance(worker, str) else worker.get(0)
             self._peer.known_as = f"the worker at {self.url}"
             address = _place(self.url, self._secret)
-            self._be_reachable()
+            self._wait_until_reachable()
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
             self._runtime.gateway.call_later(0.0, lambda: self._give_up(why))  # ends are told on the driving thread
         else:
             self._runtime.gateway.peers.release(self._peer, address)
 
-    def _be_reachable(self) -> None:
-        """Raises: OSError, NotViable, NoSecret."""
+    def _wait_until_reachable(self) -> None:
+        """Raises: as `_be_reachable`."""
         deadline_s = time.monotonic() + self._limit_s
         while True:
             try:

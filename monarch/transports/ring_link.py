@@ -167,10 +167,7 @@ class RingLink:
         frames: list[Frame] = []
         try:
             if reader is not None:
-                try:
-                    frames = reader.pop(self._received)
-                except ValueError as error:
-                    raise self._nonsense(error) from error
+                frames = self._pop(reader)
                 if frames and (not reader.was_rung() or (self._stream.is_between_frames and ring.take_bell(self._fd))):
                     return frames
             if not self._is_open and not self._open():
@@ -200,10 +197,7 @@ class RingLink:
         try:
             return reader.pop(self._received)
         except ValueError as error:
-            raise self._nonsense(error) from error
-
-    def _nonsense(self, error: ValueError) -> RemoteProtocolError:
-        return RemoteProtocolError(f"{self.peer}: {error}")
+            raise RemoteProtocolError(f"{self.peer}: {error}") from error
 
     def _place(self, mark: Buffer) -> int:
         if len(mark) != _MARK.size:

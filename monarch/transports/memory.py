@@ -205,24 +205,30 @@ def copy(to: memoryview, part: Buffer) -> None:
 
 def move(to: int, start: int, size_bytes: int, *owners: object) -> None:
     """Copy from the address `start` to the address `to`, in memory that lives as long as `owners`."""
+    in_halves(lambda at, count: ctypes.memmove(to + at, start + at, count), size_bytes, *owners)
+
+
+def in_halves(work: Callable[[int, int], object], size_bytes: int, *owners: object) -> None:
+    """Call `work(start, count)` for all bytes of some memory, in two threads where that pays. It lets go of the
+    interpreter, raises nothing, and needs `owners`."""
     near_bytes = size_bytes
     helper = None
     if size_bytes >= _TOGETHER_BYTES and hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) > 1:
         near_bytes = size_bytes // (2 * mmap.PAGESIZE) * mmap.PAGESIZE
-        far = to + near_bytes, start + near_bytes, size_bytes - near_bytes
         # It has the owners, too: who waits for it may be interrupted.
-        helper = threading.Thread(target=_move, args=(*far, owners), name="monarch-copy", daemon=True)
+        far = work, near_bytes, size_bytes - near_bytes, owners
+        helper = threading.Thread(target=_call, args=far, name="monarch-copy", daemon=True)
         try:
             helper.start()
         except RuntimeError:  # no more threads
             helper, near_bytes = None, size_bytes
-    ctypes.memmove(to, start, near_bytes)
+    work(0, near_bytes)
     if helper is not None:
         helper.join()
 
 
-def _move(to: int, start: int, size_bytes: int, owners: tuple[object, ...]) -> None:
-    ctypes.memmove(to, start, size_bytes)
+def _call(work: Callable[[int, int], object], start: int, count: int, owners: tuple[object, ...]) -> None:
+    work(start, count)
 
 
 def _address(memory: Buffer | mmap.mmap) -> int:

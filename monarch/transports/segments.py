@@ -22,7 +22,7 @@ import weakref
 from types import CodeType
 from typing import Any, Final, Protocol
 
-from monarch.transports.memory import Memory, allocate, at_end
+from monarch.transports.memory import Memory, allocate, at_end, in_halves
 
 SMALLEST_BYTES: Final = 64 << 10
 """Of a slot. Smaller parts travel through the socket: two copies by the kernel cost less."""
@@ -41,6 +41,7 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _MAP_FAILED: Final = ctypes.c_void_p(-1).value
 _MAP_FIXED: Final = 0x10
+_POPULATE_WRITE: Final = 23  # not in `mmap`; kernels before 5.14 refuse it
 
 
 class Mapping:
@@ -217,10 +218,22 @@ class Slot:
         Raises:
             OSError: the system has not so much memory.
         """
-        for start in range(self.reserved_bytes, size_bytes, _RESERVE_BYTES):
-            length = min(_RESERVE_BYTES, size_bytes - start)
-            os.posix_fallocate(self.segment.fd, self.offset + start, length)
-            self.reserved_bytes = start + length
+        reserved = self.reserved_bytes
+        refused: list[int] = []
+
+        def populate(start: int, count: int) -> None:
+            if _libc.madvise(self.address + reserved + start, count, _POPULATE_WRITE):
+                refused.append(start)
+
+        # Has them mapped here, too: 256 MiB take 80 ms, and 170 when each is mapped by the first write to it.
+        in_halves(populate, size_bytes - reserved, self)
+        if refused:
+            self.discard()
+            for start in range(0, size_bytes, _RESERVE_BYTES):
+                length = min(_RESERVE_BYTES, size_bytes - start)
+                os.posix_fallocate(self.segment.fd, self.offset + start, length)
+                self.reserved_bytes = start + length
+        self.reserved_bytes = size_bytes
 
     def discard(self) -> bool:
         """Give the pages back to the system; False where it refuses."""

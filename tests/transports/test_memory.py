@@ -15,7 +15,7 @@ from monarch.transports import memory
 from monarch.transports.memory import (
     KEPT_BYTES,
     LARGE_BYTES,
-    _move,
+    _call,
     allocate,
     allocate_for_bytes,
     new_bytearray,
@@ -104,7 +104,7 @@ def test_two_threads_copy_what_is_large_or_one_where_there_are_no_more(
     helped = []
     if not has_threads:
         monkeypatch.setattr(threading.Thread, "start", start)
-    monkeypatch.setattr(memory, "_move", lambda *far: (helped.append(far[2]), _move(*far)))
+    monkeypatch.setattr(memory, "_call", lambda *far: (helped.append(far[2]), _call(*far)))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr(memory, "_TOGETHER_BYTES", LARGE_BYTES)
     data = os.urandom(LARGE_BYTES + 4321)

@@ -12,7 +12,7 @@ import pytest
 from attrs import define
 
 from monarch.transports import pool as pool_module
-from monarch.transports import registry
+from monarch.transports import registry, segments
 from monarch.transports.pool import Pool
 from monarch.transports.segments import MARKS_EACH, SMALLEST_BYTES, Mapping, borrow, can_share
 
@@ -166,6 +166,7 @@ def test_a_refusal_of_the_system_leaves_the_pool_as_it_was(pool, monkeypatch):
 
     assert pool.allocate(SMALLEST_BYTES) is not None
     with monkeypatch.context() as patch:
+        patch.setattr(segments, "_POPULATE_WRITE", -1)  # as on kernels that do not know it
         patch.setattr(os, "posix_fallocate", refuse)
         assert pool.allocate(2 * SMALLEST_BYTES - 1) is None
     pool._refused_until_s = 0.0
@@ -196,7 +197,7 @@ def test_a_forked_child_gives_nothing_back_and_writes_to_its_own():
     """What a child of fork lets go of, its parent still has, and what it writes, nobody else sees."""
     code = """
 import os
-from monarch.transports import registry
+from monarch.transports import registry, segments
 from monarch.transports.segments import Mapping, borrow
 class Holder: is_gone = False
 pool = registry.get("shm").memory

@@ -9,6 +9,7 @@ what by reference (everything that can be imported), which buffers leave the pic
   copy on either side. A `memoryview` arrives as `bytes`, as with cloudpickle.
 - The encoder hands out *private snapshots*: memory that the sender could still change is copied, once, into memory from
   `allocate`; only `bytes`, which nobody can change, are passed on uncopied. So the sender may go on writing at once.
+  Of what the sender gives up with the message (`encode_last`), memory that was lent to it is passed on, too.
 - `decode` takes ownership of the parts: results are built over them, writable and uncopied. A part that is `bytes` is
   copied where the result must be writable. Who decodes parts more than once gives each a copy (`private_parts`).
 
@@ -34,6 +35,7 @@ from monarch.core import settings, tensors
 from monarch.core.tensors import HOLE, OUT_OF_BAND_BYTES, Outbox, Reducer
 from monarch.transports import memory
 from monarch.transports.base import Buffer, Missing
+from monarch.transports.segments import Claim, claim
 
 Allocate = Callable[[int], memoryview]
 """Gives `n` writable bytes that nobody else uses; `encode` fills them. May be memory that a transport shares."""
@@ -95,6 +97,32 @@ def encode_call(
         _blame(error, [*named, *((f"argument {name!r}", value) for name, value in kwargs.items())])
         raise
     return _within_limit(parts)
+
+
+def encode_last(box: list[Any], find_memory: Memory = _anywhere) -> list[Buffer]:
+    """As `encode`, of the only item of `box`, which is taken out: what nobody here needs any more. Memory that was lent
+    to this process, and that nothing else shows, is passed on as it is, which costs no copy and no memory."""
+    obj = box.pop()
+    verdict = _SIMPLE if type(obj) in _ATOMS else _survey(obj, _MAX_DEPTH)
+    if verdict == _SIMPLE:
+        return _within_limit([pickle.dumps(obj, 5)])
+    allocate = find_memory()
+    claims: list[tuple[int, Claim]] = []
+    try:
+        parts = _dump(obj, allocate, verdict, claims)
+    except Exception as error:
+        _blame(error, [("the value", obj)])
+        raise
+    del obj
+    for at, claimed in claims:
+        parts[at] = claimed.settle() or _copied(claimed.memory, allocate)
+    return _within_limit(parts)
+
+
+def _copied(part: memoryview, allocate: Allocate | None) -> memoryview:
+    room = (allocate or memory.allocate)(len(part))
+    memory.copy(room, part)
+    return room
 
 
 def _within_limit(parts: list[Buffer]) -> list[Buffer]:
@@ -176,9 +204,12 @@ def _bulk(value: Any) -> int:
 # Encoding
 
 
-def _dump(obj: object, allocate: Allocate | None, verdict: int) -> list[Buffer]:
+def _dump(
+    obj: object, allocate: Allocate | None, verdict: int, claims: list[tuple[int, Claim]] | None = None
+) -> list[Buffer]:
+    """`claims`: gets those on parts that are not there yet, by their places; without it, there are none."""
     tensors.install_reducers(_reducers)
-    outbox = _Outbox(allocate or memory.allocate)
+    outbox = _Outbox(allocate or memory.allocate, claims)
     file = io.BytesIO()
     kind = _BulkPickler if verdict == _LARGE else _Pickler
     pickler = kind(file, outbox)
@@ -188,7 +219,9 @@ def _dump(obj: object, allocate: Allocate | None, verdict: int) -> list[Buffer]:
         if not _by_reference:
             raise
         _by_reference.clear()  # a module may have been reloaded since: its old classes go by value now
-        outbox = _Outbox(allocate or memory.allocate)
+        if claims:
+            claims.clear()
+        outbox = _Outbox(allocate or memory.allocate, claims)
         file = io.BytesIO()
         kind(file, outbox).dump(obj)
     return [file.getvalue(), *outbox.parts, *reversed(outbox.bulk)]
@@ -198,10 +231,10 @@ class _Outbox(Outbox):
     """Collects the buffers of one message: `parts` in the order in which the pickle asks for them, and `bulk` (bytes
     and bytearrays) which it names by number, so that they come last, backwards."""
 
-    __slots__ = ("allocate", "bulk", "parts", "places")
+    __slots__ = ("allocate", "bulk", "claims", "parts", "places")
 
-    def __init__(self, allocate: Allocate) -> None:
-        self.allocate = allocate
+    def __init__(self, allocate: Allocate, claims: list[tuple[int, Claim]] | None) -> None:
+        self.allocate, self.claims = allocate, claims
         self.parts: list[Buffer] = []
         self.bulk: list[Buffer] = []
         self.places: dict[int, tuple[int, bool, object]] = {}
@@ -210,6 +243,14 @@ class _Outbox(Outbox):
         room = self.allocate(size)
         self.parts.append(room)
         return room
+
+    def claim(self, address: int, size: int) -> bool:
+        claimed = claim(address, size) if self.claims is not None else None
+        if claimed is None:
+            return False
+        self.parts.append(b"")  # it goes there
+        self.claims.append((len(self.parts), claimed))  # type: ignore[union-attr]
+        return True
 
     def take(self, buffer: pickle.PickleBuffer) -> bool:
         """The callback of the pickler. Our own reducers have left their snapshot in `parts` already; the buffers of

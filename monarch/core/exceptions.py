@@ -111,12 +111,16 @@ def format_remote(exc: BaseException) -> str:
 def type_name(value: object) -> str:
     """Of an exception or another object, qualified, as tracebacks show it: without the module for builtins and
     `__main__`. Never raises."""
+    return name_of_type(type(value))
+
+
+def name_of_type(kind: type) -> str:
+    """As `type_name` of one of that type."""
     try:
-        kind = type(value)
         module = kind.__module__
         return kind.__qualname__ if module in ("builtins", "__main__") else f"{module}.{kind.__qualname__}"
     except BaseException:
-        return "BaseException" if issubclass(type(value), BaseException) else "object"
+        return "BaseException" if issubclass(kind, BaseException) else "object"
 
 
 def text_of(exc: BaseException) -> str:

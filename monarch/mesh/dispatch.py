@@ -111,7 +111,7 @@ class ActorBehavior:
         except Exception as error:
             return self._reply_error(envelope, None, error)
         if name == READY:
-            self._reply(envelope, port, None)
+            self._reply(envelope, port, [None])
             return None
         instance = self._instance
         try:
@@ -120,18 +120,22 @@ class ActorBehavior:
                 raise AttributeError(f"{self._class.name} has no endpoint {name!r}")
             served = Served(instance, name, envelope, not spec.concurrent)
             current_context.set(Context(instance, Point(envelope.rank, extent), served))
-            args, kwargs = self._arguments(envelope, name)
+            box = self._arguments(envelope, name)
             if spec.sends_itself:
-                args = (self._handed_out(envelope, port), *args)
+                box[0] = (self._handed_out(envelope, port), *box[0])
         except Exception as error:
             return self._reply_error(envelope, port, error)
         if spec.is_async:
-            return Waiting(self._run_async(served, envelope, spec, port, args, kwargs), spec.concurrent)
-        return self._run_sync(served, envelope, spec, port, args, kwargs)
+            return Waiting(self._run_async(served, envelope, spec, port, box), spec.concurrent)
+        return self._run_sync(served, envelope, spec, port, box)
 
-    def _arguments(self, envelope: Envelope, name: str) -> Any:
+    def _arguments(self, envelope: Envelope, name: str) -> list[Any]:
+        """`[args, kwargs]`. Who runs the endpoint takes them out, and nothing else here keeps what they are built over:
+        what the endpoint returns of it may be passed on as it is."""
+        parts = envelope.parts
+        envelope.parts = parts[:1]
         try:
-            return codec.decode(envelope.parts[1:])
+            return [*codec.decode(parts[1:])]
         except Exception as error:
             with contextlib.suppress(Exception):
                 error.add_note(f"the arguments of {self._instance.member}.{name} could not be rebuilt there")
@@ -181,14 +185,16 @@ class ActorBehavior:
         return reply
 
     def _run_sync(
-        self, served: Served, envelope: Envelope, spec: EndpointSpec, port: Port[Any] | None, args: Any, kwargs: Any
+        self, served: Served, envelope: Envelope, spec: EndpointSpec, port: Port[Any] | None, box: list[Any]
     ) -> Down | None:
         instance = self._instance
         instance.serving.append(served)
         loop = asyncio._get_running_loop()
         asyncio._set_running_loop(None)
         try:
-            result = spec.method(self._actor, *args, **kwargs)
+            kwargs, args = box.pop(), box.pop()
+            box.append(spec.method(self._actor, *args, **kwargs))
+            del args, kwargs
             if os.getpid() != self._pid:
                 self._end_if_forked(None)
         except Exception as error:
@@ -201,16 +207,18 @@ class ActorBehavior:
             asyncio._set_running_loop(loop)
             instance.finished(served)
         if not spec.sends_itself:
-            return self._reply(envelope, port, result)
+            return self._reply(envelope, port, box)
         return None
 
     async def _run_async(
-        self, served: Served, envelope: Envelope, spec: EndpointSpec, port: Port[Any] | None, args: Any, kwargs: Any
+        self, served: Served, envelope: Envelope, spec: EndpointSpec, port: Port[Any] | None, box: list[Any]
     ) -> Down | None:
         served.task = asyncio.current_task()
         self._instance.serving.append(served)
         try:
-            result = await spec.method(self._actor, *args, **kwargs)
+            kwargs, args = box.pop(), box.pop()
+            box.append(await spec.method(self._actor, *args, **kwargs))
+            del args, kwargs
             self._end_if_forked(None)
         except Exception as error:
             self._end_if_forked(error)
@@ -231,7 +239,7 @@ class ActorBehavior:
         finally:
             self._instance.finished(served)
         if not spec.sends_itself:
-            return self._reply(envelope, port, result)
+            return self._reply(envelope, port, box)
         return None
 
     def _end_if_forked(self, error: BaseException | None) -> None:
@@ -276,16 +284,18 @@ class ActorBehavior:
 
     # ---- replies
 
-    def _reply(self, envelope: Envelope, port: Port[Any] | None, result: Any) -> Down | None:
+    def _reply(self, envelope: Envelope, port: Port[Any] | None, box: list[Any]) -> Down | None:
+        """`box`: the result, which is taken out."""
         if port is None:
             return None
+        what = type(box[0])
         runtime = self._instance.proc_runtime
         receiver = envelope.src_proc if envelope.reply_port else port._proc_key
         try:
-            parts = codec.encode(result, functools.partial(runtime.memory_for_one, receiver))
+            parts = codec.encode_last(box, functools.partial(runtime.memory_for_one, receiver))
         except Exception as error:
-            what, why = exceptions.type_name(result), exceptions.text_of(error)
-            wrapped = TypeError(f"the result of type {what} cannot be sent: {why}")
+            why = exceptions.text_of(error)
+            wrapped = TypeError(f"the result of type {exceptions.name_of_type(what)} cannot be sent: {why}")
             wrapped.__cause__ = error
             return self._reply_error(envelope, port, wrapped)
         if envelope.reply_port:

@@ -12,6 +12,7 @@ Theory of operation. A slot of a segment goes through
 - Slots have sizes of powers of two, and pages for what was needed so far. The slot that was free last is taken first:
   its pages are in the caches. Fresh pages cost ten times a copy, so the pool keeps what it has while it is used.
 - What a receiver held when its process died is free again.
+- A slot that a receiver sends back with its answer is lent to this process itself, until the answer is let go.
 - Segments are never closed while their pool lives, so that a receiver maps each of them once.
 - Where pages cannot be had, or the pool's limit is reached, `allocate` returns None, and the caller takes another way.
 """
@@ -29,7 +30,7 @@ from typing import Final
 from monarch.log import get_logger
 from monarch.transports.base import Buffer
 from monarch.transports.memory import Memory, at_end, copy
-from monarch.transports.segments import MARKS_EACH, SMALLEST_BYTES, Segment, Slot, in_pages
+from monarch.transports.segments import MARKS_EACH, SMALLEST_BYTES, Holder, Segment, Slot, borrow, in_pages
 
 log = get_logger("monarch.shm")
 
@@ -44,6 +45,15 @@ class Lease(Memory):  # type: ignore[misc, valid-type]
     slot: Slot
     pool: Pool
     end: CodeType
+
+
+class _Here:
+    """The pool's own process, as a holder of what comes back."""
+
+    is_gone = False
+
+
+_HERE: Final = _Here()
 
 
 class Pool:
@@ -92,6 +102,40 @@ class Pool:
             copy(memory, part)
         return memory
 
+    def returned(self, number: int, mark: int, size_bytes: int, holder: Holder) -> memoryview:
+        """The slot with that mark, which `holder` sends back with what is in it. It keeps its loan until it knows that
+        the message has arrived; from now on the slot is lent to this process, too.
+
+        Raises:
+            ValueError: it was not lent to `holder`.
+        """
+        with self._lock:
+            slots = self._segments[number].slots if number < len(self._segments) else []
+            slot = slots[mark // MARKS_EACH] if mark // MARKS_EACH < len(slots) else None
+            if slot is None or (mark, holder) not in slot.lent or size_bytes > slot.reserved_bytes:
+                raise ValueError(f"no slot of segment {number} has lent the mark {mark}")
+            own = slot.lend(_HERE)
+        if own is None:
+            raise ValueError(f"a slot of segment {number} was lent too often")
+        memory = borrow(slot.segment.mapping, slot.offset, size_bytes, own)
+        self._replace(slot)
+        return memory
+
+    def _replace(self, taken: Slot) -> None:
+        """Have another of that size, if there is none, for the next message: what one is answered with in its own slot,
+        may be kept, and fresh pages take longer than the message."""
+        others = (
+            slot
+            for segment in list(self._segments)
+            if segment.slot_bytes == taken.segment.slot_bytes
+            for slot in list(segment.slots)
+        )
+        if not any(slot.reserved_bytes and slot is not taken for slot in others):
+            slot = self._slot(taken.reserved_bytes)
+            if slot is not None:
+                with self._lock:
+                    self._put(slot)
+
     def _slot(self, size_bytes: int) -> Slot | None:
         kind = (size_bytes - 1).bit_length()
         with self._lock:
@@ -137,7 +181,7 @@ class Pool:
             self._refused(1 << kind, str(error))
             return None
         self._segments.append(segment)
-        self._unused[kind] = (Slot(segment, index) for index in range(segment.slot_count))
+        self._unused[kind] = segment.new_slots()
         return next(self._unused[kind])
 
     def _refused(self, size_bytes: int, reason: str) -> None:

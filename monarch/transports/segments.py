@@ -18,7 +18,9 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import sys
 import weakref
+from collections.abc import Iterator
 from types import CodeType
 from typing import Any, Final, Protocol
 
@@ -100,11 +102,57 @@ if hasattr(os, "register_at_fork"):
 class Loan(Memory):  # type: ignore[misc, valid-type]
     """A receiver's hold on a slot."""
 
+    mapping: Mapping
+    mark: int
+    size_bytes: int
     end: CodeType
 
 
-def _give_back(mapping: Mapping, mark: int) -> None:
+_loans: Final[dict[int, weakref.ref[Loan]]] = {}  # by address
+
+
+def _give_back(mapping: Mapping, mark: int, address: int) -> None:
+    _loans.pop(address, None)
     mapping.marks[mark] = 0
+
+
+class Returned(Memory):  # type: ignore[misc, valid-type]
+    """A loan whose memory belongs to a message from now on: its owner can have that back as it is."""
+
+    loan: Loan
+
+
+class Claim:
+    """On memory that was lent to this process, by who wants to pass it on instead of a copy. In the meantime it lets go
+    of everything that it has over the memory; whoever else has something, keeps the loan as well."""
+
+    def __init__(self, loan: Loan) -> None:
+        self._held = [loan]
+        self.memory = memoryview(Memory.from_address(ctypes.addressof(loan))).cast("B")[: loan.size_bytes]
+        """Lives as long as this."""
+
+    def settle(self) -> memoryview | None:
+        """The memory, as a part to send; None where somebody still uses it."""
+        if _references(self._held) > _ALONE:
+            return None
+        returned = Returned.from_address(ctypes.addressof(self._held[0]))
+        returned.loan = self._held[0]
+        return memoryview(returned).cast("B")[: len(self.memory)]
+
+
+def _references(held: list[Any]) -> int:
+    """To the only item of `held`. What shows a loan's memory, of whatever library, has one in the end."""
+    return sys.getrefcount(held[0])
+
+
+_ALONE: Final = _references([object()])
+
+
+def claim(address: int, size_bytes: int) -> Claim | None:
+    """On exactly that memory, where it was lent."""
+    known = _loans.get(address)
+    loan = known() if known is not None else None
+    return Claim(loan) if loan is not None and loan.size_bytes == size_bytes else None
 
 
 def _check_place(file_bytes: int, offset: int, size_bytes: int, mark: int) -> None:
@@ -119,8 +167,11 @@ def borrow(mapping: Mapping, offset: int, size_bytes: int, mark: int) -> memoryv
         ValueError: it is not inside the mapping.
     """
     _check_place(mapping.size_bytes, offset, size_bytes, mark)
-    loan = Loan.from_address(mapping.address + offset)
-    loan.end = at_end(_give_back, mapping, mark)  # keeps the mapping
+    address = mapping.address + offset
+    loan = Loan.from_address(address)
+    loan.mapping, loan.mark, loan.size_bytes = mapping, mark, size_bytes
+    loan.end = at_end(_give_back, mapping, mark, address)
+    _loans[address] = weakref.ref(loan)
     return memoryview(loan).cast("B")[:size_bytes]
 
 
@@ -184,6 +235,13 @@ class Segment:
             os.close(self.fd)
             raise
         self.mapping = Mapping(self.fd)
+        self.slots: list[Slot] = []
+        """Those that were made so far."""
+
+    def new_slots(self) -> Iterator[Slot]:
+        for index in range(self.slot_count):
+            self.slots.append(Slot(self, index))
+            yield self.slots[index]
 
 
 class Slot:

@@ -8,7 +8,7 @@ A link is a unix socket with a `ring` beside it for small frames. Everything goe
 the pool, else after one copy, and the frame has its description: (segment, mark, offset, how it is lent). The
 descriptor of a segment travels ahead of the first part in it, in the same stream (SCM_RIGHTS), so that what was sent
 can still be read when the sender has died. A part that was put there for a single receiver is lent to it for good: it
-may write there. Of one for several, each makes a copy.
+may write there, and send it back in place of a copy. Of one for several, each makes a copy.
 
 A process that has all its descriptors in use loses those that arrive. It opens the segment by the number that its owner
 has for it, with a descriptor that was kept for that, and reads a copy.
@@ -37,11 +37,11 @@ from monarch.transports.ipc import UnixTransport
 from monarch.transports.memory import allocate, copy
 from monarch.transports.pool import Pool
 from monarch.transports.ring_link import RingLink
-from monarch.transports.segments import Mapping, Unmapped, attach, borrow, can_share
+from monarch.transports.segments import Mapping, Returned, Unmapped, attach, borrow, can_share
 from monarch.transports.stream import StreamLink
 
 _DESCRIPTION: Final = Struct("<IIQII")  # segment, mark, offset, kind of loan, descriptor of the owner
-_FOR_GOOD, _TO_COPY = range(2)
+_FOR_GOOD, _TO_COPY, _RETURNED = range(3)
 _MOST_FDS: Final = 253  # in one call, as many as the kernel takes; a pool has fewer segments
 _FD: Final = array.array("i").itemsize
 _FD_SPACE: Final = socket.CMSG_SPACE(_MOST_FDS * _FD)
@@ -180,6 +180,8 @@ class _Sharing:
         """The description of a part for the peer, or None: it goes through the socket."""
         if not self._process.is_known:
             return None
+        if (theirs := self._returned(part)) is not None:
+            return theirs
         slot = self._pool.slot_of(part)
         if slot is None:
             copied = self._pool.copied(part)  # its lease ends here, and the loan begins before
@@ -193,6 +195,16 @@ class _Sharing:
         kind = _FOR_GOOD if slot.receivers == 1 else _TO_COPY
         return _DESCRIPTION.pack(segment.number, mark, slot.offset, kind, segment.fd)
 
+    def _returned(self, part: Buffer) -> bytes | None:
+        """The description of a part that the peer has lent, over this link, and can have back."""
+        returned = part.obj if type(part) is memoryview else None
+        if type(returned) is Returned:
+            loan = returned.loan
+            for number, segment in self._segments.items():
+                if segment is loan.mapping:
+                    return _DESCRIPTION.pack(number, loan.mark, 0, _RETURNED, 0)
+        return None
+
     def borrowed(self, description: bytes, size_bytes: int) -> Buffer:
         """The part that a description stands for.
 
@@ -202,6 +214,8 @@ class _Sharing:
         number, mark, offset, kind, fd = _DESCRIPTION.unpack(description)
         segment = self._segments.get(number)
         try:
+            if kind == _RETURNED:
+                return self._pool.returned(number, mark, size_bytes, self._process)
             if segment is None:
                 segment = self._attach(fd)
                 if segment is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from typing import Any
@@ -10,10 +11,16 @@ import pytest
 
 from monarch.actor import Actor, endpoint, this_host
 from monarch.testing import fresh_client
+from monarch.transports import registry
 
 numpy = pytest.importorskip("numpy")
 
 MIB = 1 << 20
+
+
+class _Cycle:
+    def __init__(self, array: Any) -> None:
+        self.array, self.me = array[:1], self
 
 
 class Keeper(Actor):
@@ -25,6 +32,33 @@ class Keeper(Actor):
     @endpoint
     def echo(self, value: Any) -> Any:
         return value
+
+    @endpoint
+    def add_to(self, value: Any, number: int) -> Any:
+        """In place."""
+        value += number
+        return value
+
+    @endpoint
+    def echo_and_keep(self, value: Any, how: str) -> Any:
+        """Keeps it, or something that shows the same memory."""
+        self.kept = {
+            "itself": lambda: value,
+            "a part": lambda: value[:1],
+            "a view": lambda: memoryview(value),
+            "its base": lambda: numpy.asarray(value.base),
+            "a cycle": lambda: _Cycle(value).array,
+        }[how]()
+        return value
+
+    @endpoint
+    def echo_twice(self, value: Any) -> Any:
+        return value, value[:]
+
+    @endpoint
+    def reserved(self) -> int:
+        """Of this process's shared memory."""
+        return registry.get("shm").memory.statistics()["reserved_bytes"]
 
     @endpoint
     def keep(self, value: Any) -> None:
@@ -43,6 +77,18 @@ class Keeper(Actor):
     @endpoint
     def pid(self) -> int:
         return os.getpid()
+
+
+class Later(Actor):
+    @endpoint
+    async def add_to(self, value: Any, number: int) -> Any:
+        await asyncio.sleep(0)
+        value += number
+        return value
+
+    @endpoint
+    async def reserved(self) -> int:
+        return registry.get("shm").memory.statistics()["reserved_bytes"]
 
 
 def test_arrays_of_all_sizes_come_back_as_they_were_and_can_be_written(spawn):
@@ -81,6 +127,34 @@ def test_memory_that_is_given_back_is_not_that_of_a_value_still_used(spawn):
     for i in range(30):
         one.echo.call_one(numpy.full(MIB, 100 + i, numpy.uint8)).get()
     assert [(int(a.min()), int(a.max())) for a in kept] == [(i, i) for i in range(10)]
+
+
+@pytest.mark.parametrize("how", ["itself", "a part", "a view", "its base", "a cycle"])
+def test_an_answer_is_private_whatever_the_actor_keeps(spawn, how):
+    one = spawn(Keeper).slice(hosts=0, gpus=0)
+    back = one.echo_and_keep.call_one(numpy.full(MIB, 7, numpy.uint8), how).get()
+    back[:] = 9
+    one.echo.call_one(numpy.full(MIB, 8, numpy.uint8)).get()
+    assert one.first.call_one().get() == 7
+    assert (back == 9).all()
+
+
+def test_arrays_over_the_same_memory_come_back_apart(spawn):
+    one = spawn(Keeper).slice(hosts=0, gpus=0)
+    whole, again = one.echo_twice.call_one(numpy.full(MIB, 7, numpy.uint8)).get()
+    whole[:] = 9
+    assert (again == 7).all()
+
+
+@pytest.mark.parametrize("kind", [Keeper, Later])
+def test_what_comes_back_changed_in_place_needs_no_memory_of_the_actor(real_client, kind):
+    one = this_host().spawn_procs({"gpus": 1}).spawn("keeper", kind)
+    array = numpy.zeros((MIB, 2), order="F")
+    for _ in range(5):
+        changed = one.add_to.call_one(array, 1).get()
+        assert changed.flags.f_contiguous and (changed == array + 1).all()
+        array = changed
+    assert one.reserved.call_one().get() == 0
 
 
 def test_results_outlive_the_process_that_sent_them(real_client):

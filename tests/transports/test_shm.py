@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import resource
 import subprocess
@@ -17,7 +18,7 @@ from monarch.transports import registry, ring
 from monarch.transports.base import Link, Missing
 from monarch.transports.framing import ELSEWHERE, header
 from monarch.transports.pool import Pool
-from monarch.transports.segments import Mapping
+from monarch.transports.segments import Mapping, claim
 from tests.transports.drive import SECRET, WAIT_S, Receiver, connected, exchange, wait_until
 
 TRANSPORT = registry.get("shm")
@@ -108,6 +109,77 @@ def test_what_is_sent_on_is_copied(pool, links):
     ((back,),) = exchange(right, left, [[arrived]])
     back[0] = 7
     assert arrived == b"x" * MIB
+
+
+def settled(arrived: list[memoryview]) -> memoryview | None:
+    """What it is passed on as."""
+    (memory,) = arrived
+    claimed = claim(address_of(memory), len(memory))
+    assert claimed is not None
+    del memory
+    arrived.clear()
+    return claimed.settle()
+
+
+def address_of(memory: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def test_what_is_passed_on_to_its_owner_is_not_copied(pool, links):
+    left, right = links
+    memory = pool.allocate(MIB)
+    memory[:] = b"x" * MIB
+    place = address_of(memory)
+    (arrived,) = exchange(left, right, [[memory]])
+    del memory
+    part = settled(arrived)
+    assert part is not None
+    ((back,),) = exchange(right, left, [[part]])
+    assert address_of(back) == place and back == b"x" * MIB
+    assert pool.statistics()["free_slots"] == 1  # another, for the next message
+    assert pool.statistics()["reserved_bytes"] == 2 * MIB
+    del part
+    back[0] = 7
+    assert pool.statistics()["lent_slots"] == 1
+    del back
+    assert pool.statistics()["free_slots"] == 2
+    exchange(left, right, [[b"y" * MIB]])
+    assert pool.statistics()["reserved_bytes"] == 2 * MIB
+
+
+def test_what_is_passed_on_may_be_sent_again_until_it_has_arrived(pool, links):
+    left, right = links
+    part = settled(exchange(left, right, [[b"x" * MIB]])[0])
+    (first,), (second,) = exchange(right, left, [[part], [part]])
+    del first
+    assert second == b"x" * MIB
+    del second, part
+    assert pool.statistics()["lent_slots"] == 0
+
+
+def test_what_is_passed_on_to_another_is_copied(pool, links):
+    part = settled(exchange(*links, [[b"x" * MIB]])[0])
+    assert part is not None
+    with connected(TRANSPORT) as (left, right):
+        ((arrived,),) = exchange(left, right, [[part]])
+    arrived[0] = 7
+    assert part == b"x" * MIB
+
+
+def test_what_somebody_still_looks_at_is_not_passed_on(pool, links):
+    arrived = exchange(*links, [[b"x" * MIB]])[0]
+    kept = arrived[0][5:6]
+    assert settled(arrived) is None
+    assert kept == b"x"
+
+
+def test_only_what_was_lent_comes_back(pool, links):
+    left, right = links
+    part = settled(exchange(left, right, [[b"x" * MIB]])[0])
+    assert part is not None
+    part.obj.loan.mark += 1
+    right.send_nowait([[part]])
+    assert isinstance(Receiver(left).until_end(), RemoteProtocolError)
 
 
 @pytest.mark.parametrize("limit_bytes", [0, MIB])

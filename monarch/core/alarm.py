@@ -15,6 +15,8 @@ from typing import Final, Protocol
 
 from monarch.wake import OwnedFd, Wake
 
+_libc: Final = ctypes.PyDLL(None) if sys.platform == "linux" else None
+
 _TIMES: Final = Struct("@4l")  # the period, then when: seconds and nanoseconds each
 
 
@@ -84,11 +86,10 @@ class Watch:
 
 
 def make_alarm() -> Alarm:
-    if sys.platform == "linux":
-        libc = ctypes.PyDLL(None)
-        fd = libc.timerfd_create(time.CLOCK_MONOTONIC, os.O_CLOEXEC)
+    if _libc is not None:
+        fd = _libc.timerfd_create(time.CLOCK_MONOTONIC, os.O_CLOEXEC)
         if fd >= 0:
-            return TimerAlarm(libc, fd)
+            return TimerAlarm(_libc, fd)
     return ImmediateAlarm()
 
 

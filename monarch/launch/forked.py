@@ -8,16 +8,18 @@ have been left, `template.main` lets signals in and runs it.
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # `signal` makes an enum of each number, 0.1 ms for each child
 import contextlib
 import errno
 import gc
 import json
+import marshal
 import os
 import resource
 import signal
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from attrs import define, evolve
 
 from monarch.launch import claim, linux
 from monarch.launch.bootstrap import FD_VARIABLE, Job
-from monarch.launch.library_threads import LibraryThreads
+from monarch.launch.library_threads import NAMES, LibraryThreads
 from monarch.launch.wire import Message, explain, memory_file
 
 
@@ -79,11 +81,11 @@ def _become(birth: Birth) -> Job:
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
     signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    _signal.signal(_signal.SIGCHLD, _signal.SIG_DFL)
     os.dup2(birth.stdout, 1)
     os.dup2(birth.stderr, 2)
-    common: Message = json.loads(_read_at(birth.memory, 0, birth.common))
-    facts: Message = json.loads(_read_at(birth.memory, birth.at, birth.facts))
+    common: Message = marshal.loads(_read_at(birth.memory, 0, birth.common))
+    facts: Message = marshal.loads(_read_at(birth.memory, birth.at, birth.facts))
     payload = _read_at(birth.memory, birth.at + birth.facts, birth.payload)
     try:
         os.fchdir(birth.directory)
@@ -98,21 +100,20 @@ def _become(birth: Birth) -> Job:
         _exec(birth, job, facts["command"], common["limits"])
     claim.claim(birth.claims)
     _set_limits(common["limits"])
-    for name in [n for n in vars(sys.modules["__main__"]) if not n.startswith("__")]:
-        delattr(sys.modules["__main__"], name)
-    _reseed(birth)
+    _reseed(birth, facts["env"])
     gc.enable()  # what the template made stays frozen: collections neither visit nor unshare it
     os.close(birth.reports)
     return job
 
 
-def _reseed(birth: Birth) -> None:
+def _reseed(birth: Birth, changed: Collection[str]) -> None:
     """Give this copy of the template its own state where libraries keep one from their import. (`random` seeds
     itself after a fork; torch starts from a fixed seed in every process.)"""
     time.tzset()
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
-    birth.threads.apply(os.environ)
+    if not NAMES.isdisjoint(changed):
+        birth.threads.apply(os.environ)
 
 
 def _exec(birth: Birth, job: Job, command: list[Any], limits: list[list[int]]) -> None:
@@ -128,12 +129,16 @@ def _exec(birth: Birth, job: Job, command: list[Any], limits: list[list[int]]) -
     _set_limits(limits)
     for signum in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):  # Python changes these three at its start
         signal.signal(signum, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    unblock_signals()
     try:
         os.execvpe(program, [arg0 or program, *args], env)
     except OSError as e:
         _say(birth, explain(OSError(e.errno, e.strerror, program), f"cannot execute {program}"))
         os._exit(127)
+
+
+def unblock_signals() -> None:
+    _signal.pthread_sigmask(_signal.SIG_SETMASK, ())
 
 
 def _say(birth: Birth, text: str) -> None:

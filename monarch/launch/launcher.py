@@ -34,6 +34,7 @@ from attrs import define, evolve, field
 
 from monarch.launch import linux
 from monarch.launch.bootstrap import default_bootstrap_cmd
+from monarch.launch.library_threads import ONE
 from monarch.launch.orphans import kill
 from monarch.launch.process import Exit, LaunchSpec
 from monarch.launch.request import MOST, is_open, request_for
@@ -46,8 +47,6 @@ __all__ = ["DEFAULT_PRELOAD", "Child", "Exit", "LaunchSpec", "Launcher"]
 log = get_logger("monarch.launcher")
 
 DEFAULT_PRELOAD: Final = ("asyncio", "attrs", "cloudpickle", "faulthandler", "pickle", "socket", "threading")
-
-_TEMPLATE_ENV: Final = {"OPENBLAS_NUM_THREADS": "1"}  # else importing numpy starts threads, and forks would be unsafe
 
 _FIRST_FD: Final = 10  # above the numbers that descriptors get in the template
 _KILL_MARGIN_S: Final = 2.0  # what `close` adds for SIGKILL to work, and again where the template is stuck
@@ -209,7 +208,7 @@ class Launcher:
             pidfd = linux.open_pidfd(os.getpid())
             if pidfd is not None:
                 fds[DRIVER_FD] = pidfd
-            env = {**os.environ, **_TEMPLATE_ENV}
+            env = dict(os.environ)
             facts = {
                 "env": env,
                 "path": _absolute(sys.path),
@@ -229,9 +228,9 @@ class Launcher:
             signals = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
             options: dict[str, Any] = {"file_actions": actions, "setsigmask": [], "setsigdef": signals}
             try:
-                pid = os.posix_spawn(argv[0], argv, env, setsid=True, **options)
+                pid = os.posix_spawn(argv[0], argv, {**env, **ONE}, setsid=True, **options)
             except NotImplementedError:
-                pid = os.posix_spawn(argv[0], argv, env, setpgroup=0, **options)
+                pid = os.posix_spawn(argv[0], argv, {**env, **ONE}, setpgroup=0, **options)
         except BaseException:
             near.close()
             raise

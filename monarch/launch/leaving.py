@@ -11,12 +11,13 @@ from __future__ import annotations
 import atexit
 import ctypes
 import gc
+import itertools
 import os
 import signal
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import NoReturn
@@ -31,11 +32,11 @@ def disown_finalizers() -> None:
         finalizer.atexit = False  # type: ignore[attr-defined]
 
 
-def run_and_leave(run: Callable[[], None], kept: Collection[str]) -> NoReturn:
+def run_and_leave(run: Callable[[], None], newest: str) -> NoReturn:
     """Call `run` on the main thread, and end the process as Python does after a script.
 
     Args:
-        kept: names of the modules that were there before the fork.
+        newest: name of the module that was imported last before the fork.
     """
     status = 0
     try:
@@ -48,7 +49,7 @@ def run_and_leave(run: Callable[[], None], kept: Collection[str]) -> NoReturn:
     threading._shutdown()  # type: ignore[attr-defined]  # joins the threads that are not daemons
     atexit._run_exitfuncs()
     sys.setswitchinterval(1000.0)  # daemon threads shall not see their modules go
-    _let_go_of_modules(kept)
+    _let_go_of_modules(newest)
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -70,11 +71,12 @@ def _status_of(end: SystemExit) -> int:
     return 1
 
 
-def _let_go_of_modules(kept: Collection[str]) -> None:
+def _let_go_of_modules(newest: str) -> None:
     """As the interpreter would, but for installed libraries, which are many objects and whose ends nobody looks at
     (150 ms for torch): drop the others, and clear in reverse order those that something still holds."""
     left: list[weakref.ref[ModuleType]] = []
-    for name in [name for name in sys.modules if name not in kept]:
+    since = list(itertools.takewhile(newest.__ne__, reversed(sys.modules)))  # a look at the others copies 70 pages
+    for name in reversed(since):
         module = sys.modules[name]
         if isinstance(module, ModuleType) and not _is_installed(module):
             del sys.modules[name]

@@ -14,9 +14,14 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from monarch.launch import linux
+
+NAMES: Final = {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"}
+
+ONE: Final = {"OPENBLAS_NUM_THREADS": "1"}
+"""In the environment when they are imported: else numpy starts threads, and forks would be unsafe."""
 
 
 class LibraryThreads:
@@ -26,10 +31,10 @@ class LibraryThreads:
         self._omp = os.environ.get("OMP_NUM_THREADS")
         self._openblas = _openblas()
         self._told = 1
-        self._tell(_count(self._omp))
+        self.apply(os.environ)
 
     def apply(self, env: Mapping[str, str]) -> None:
-        """In a fork: what a process with this environment would have read."""
+        """What a process with this environment would have read. For forks where one of `NAMES` is another."""
         omp = env.get("OMP_NUM_THREADS")
         self._tell(_count(env.get("OPENBLAS_NUM_THREADS") or omp))
         if "torch" in sys.modules and omp != self._omp and omp and omp.isdecimal():

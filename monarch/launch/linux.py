@@ -28,12 +28,19 @@ _PF_EXITING: Final = 0x4  # linux/sched.h: a flag of a task
 
 
 @functools.cache
+def _libc() -> Any:
+    import ctypes
+
+    return ctypes.CDLL(None, use_errno=True)
+
+
+@functools.cache
 def _prctl() -> Callable[..., int] | None:
     if not LINUX:
         return None
     import ctypes
 
-    prctl: Any = ctypes.CDLL(None, use_errno=True).prctl
+    prctl: Any = _libc().prctl
     # prctl is variadic: without these, ints would travel as 32 bits and leave the upper half to chance on some ABIs.
     prctl.argtypes = [ctypes.c_int, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong]
     prctl.restype = ctypes.c_int
@@ -42,9 +49,7 @@ def _prctl() -> Callable[..., int] | None:
 
 def clear_environment() -> None:
     """Take away all variables of this process, also those that native code has set."""
-    import ctypes
-
-    clear = getattr(ctypes.CDLL(None), "clearenv", None)
+    clear = getattr(_libc(), "clearenv", None)
     if clear is not None:
         clear()
 
@@ -72,7 +77,7 @@ def end_with_this_thread(status: int) -> bool:
         return False
     import ctypes
 
-    libc = ctypes.CDLL(None)
+    libc = _libc()
     key = ctypes.c_uint()
     # The kernel is told by the destructor of a value of the thread: it runs at the end of a thread, not of a process.
     if libc.pthread_key_create(ctypes.byref(key), libc._exit) != 0:
@@ -88,11 +93,10 @@ def set_process_title(title: str) -> None:
     import ctypes
 
     encoded = title.encode(errors="replace")
-    comm = ctypes.create_string_buffer(encoded[:15])
-    prctl(_PR_SET_NAME, ctypes.addressof(comm), 0, 0, 0)
     start, end = _argument_area()
     if 0 < start < end:
         ctypes.memmove(start, encoded[: end - start - 1].ljust(end - start, b"\0"), end - start)
+        prctl(_PR_SET_NAME, start, 0, 0, 0)  # which takes no more than 15 bytes
 
 
 @functools.cache

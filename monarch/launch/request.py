@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import marshal
 import os
 import resource
 import sys
@@ -66,7 +67,7 @@ def request_for(
         command = _command(spec, changed, loaded)
         commands.append(None if command is None else str(command))
         line = None if command is None else [command.program, command.arg0, command.args]
-        facts = json.dumps({"name": spec.name, "entry": spec.entry, "env": changed, "command": line}).encode()
+        facts = _encoded({"name": spec.name, "entry": spec.entry, "env": changed, "command": line})
         output = _SHARED_OUTPUT if spec.output is None else _OWN + len(own)
         own += spec.output or ()
         inherits = [_OWN + len(own), _OWN + len(own) + len(spec.inherits)]
@@ -85,7 +86,13 @@ def _common() -> bytes:
         "umask": linux.current_umask(),
         "limits": [[number, *resource.getrlimit(number)] for number in _LIMITS],
     }
-    return json.dumps(facts).encode()
+    return _encoded(facts)
+
+
+def _encoded(facts: Message) -> bytes:
+    """As `marshal` reads them, which runs no Python in the child; by way of JSON, to which subclasses of `str` are
+    strings."""
+    return marshal.dumps(json.loads(json.dumps(facts)))
 
 
 def _command(spec: LaunchSpec, changed: Collection[str], loaded: Collection[str]) -> BootstrapCommand | None:

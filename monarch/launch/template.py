@@ -60,11 +60,11 @@ from attrs import define, field
 from monarch.launch import claim, linux
 from monarch.launch.bootstrap import Job
 from monarch.launch.compiled import CodeStore, share_compiled_code
-from monarch.launch.forked import Birth, become, close_all_but, replace_environment
+from monarch.launch.forked import Birth, become, close_all_but, replace_environment, unblock_signals
 from monarch.launch.guardian import fork_template
 from monarch.launch.heap import fill_holes
 from monarch.launch.leaving import disown_finalizers, run_and_leave
-from monarch.launch.library_threads import LibraryThreads
+from monarch.launch.library_threads import ONE, LibraryThreads
 from monarch.launch.orphans import Orphans, kill
 from monarch.launch.tee import Tee
 from monarch.launch.wire import Lost, Message, Wire, close_all, explain, memory_file
@@ -146,7 +146,7 @@ class Template:
     started: list[tuple[int, int]] = field(factory=list)
     failures: dict[int, str] = field(factory=dict)  # by pid: what a child has said about itself
     threads: LibraryThreads = field(factory=LibraryThreads)
-    imported: frozenset[str] = field(factory=lambda: frozenset(sys.modules))
+    newest: str = field(factory=lambda: next(reversed(sys.modules)))  # of its modules
     orphans: Orphans = field(factory=Orphans)
     orphaned: bool = False  # orphans are there that are to end
 
@@ -253,7 +253,7 @@ class Template:
         _import(modules)
         self.library_fds |= _open_fds() - before
         self.threads = LibraryThreads()
-        self.imported = frozenset(sys.modules)
+        self.newest = next(reversed(sys.modules))
         self.wire.send({"op": "ready", "pid": self.pid, "threads": linux.thread_count()})
 
     def _kill(self, id: int, signum: int) -> None:
@@ -348,7 +348,6 @@ class Template:
             self._report_end(child, error=explain(e, "the template process cannot fork"))
             return None
         if pid == 0:
-            self.wire.disown()
             return become(
                 Birth(
                     template=self.pid,
@@ -419,6 +418,7 @@ def _import(modules: Sequence[str]) -> None:
     it, to fail there."""
     gc.disable()
     environ = dict(os.environ)
+    os.environ.update(ONE)
     for name in modules:
         with contextlib.suppress(BaseException):
             module, _, function = name.partition(":")
@@ -467,12 +467,14 @@ def main(setup: Message) -> None:
     for fd in (SOCKET_FD, *([driver] if driver is not None else [])):
         os.set_inheritable(fd, False)
     template = Template(wire, driver, lifeline, library_fds, wake, reports, claims)
+    share_compiled_code(store)
+    for name in [n for n in vars(sys.modules["__main__"]) if not n.startswith("__")]:
+        delattr(sys.modules["__main__"], name)
     job = template.serve()
     if job is None:
         os._exit(0)
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # out of the loop: an interrupt now ends this process as any other
-    share_compiled_code(store)
-    run_and_leave(job.run, template.imported)
+    unblock_signals()  # out of the loop: an interrupt now ends this process as any other
+    run_and_leave(job.run, template.newest)
 
 
 def _title(kind: str, driver: int) -> str:

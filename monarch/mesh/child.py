@@ -63,7 +63,7 @@ class MainThread:
 def rehearse() -> None:
     """Work out what is the same in every process, for the template that they are forked from: it stays in caches."""
     settings.merged()
-    address.host_identity()
+    address.domain_of(registry.any_address("ipc"), b"secret")  # loads OpenSSL
     urls.stays_on_host(registry.any_address("tcp"))
     socket.getaddrinfo("127.0.0.1", 0)  # finds the codec for names of hosts
     asyncio.get_event_loop_policy()

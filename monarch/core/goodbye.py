@@ -13,7 +13,8 @@ from monarch.transports.base import Link
 
 _LIMIT_S: Final = 1.0
 _LEAST_S: Final = 0.05
-_AGAIN_S: Final = 0.001
+_AGAIN_S: Final = 0.02
+"""Not everything that is waited for is told, as is that a link has broken."""
 
 
 def settle(
@@ -28,7 +29,11 @@ def settle(
 
     def settled() -> bool:
         left = False
+        signal.clear()
         for peer in peers:
+            with peer.lock:
+                if signal.notify not in peer.waiting_for_room:  # which hears of acknowledgements: once, of any
+                    peer.waiting_for_room.append(signal.notify)
             link = peer.link
             if link is None:
                 left = left or bool(peer.session.unacked and peer.dialing is not None and not peer.said_goodbye)
@@ -40,8 +45,6 @@ def settle(
         return not left
 
     while time.monotonic() < deadline_s and not settled():
-        # Acknowledgements come in through the pump; look again after each.
-        signal.clear()
         call_later(_AGAIN_S, signal.notify)
         driver.wait(signal, deadline_s - time.monotonic())
 

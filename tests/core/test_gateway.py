@@ -16,6 +16,7 @@ import pytest
 from attrs import evolve
 from net import LIMIT_S, SECRET, Collector, Net, cut, descriptors, peer, send, until, value
 
+from monarch.core import goodbye
 from monarch.core import peers as peers_module
 from monarch.core.driver import Signal
 from monarch.core.envelope import Envelope, Kind
@@ -224,6 +225,19 @@ def test_close_delivers_what_was_sent_before_it_and_says_goodbye(net: Net) -> No
         until(lambda: heard and len(at_b.got) == max(count, 1))
         assert _numbers(at_b.got, b"x") == list(range(max(count, 1)))
         assert heard[0].stopped, heard
+
+
+def test_a_close_hears_when_all_has_arrived_and_need_not_look_again(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(goodbye, "_AGAIN_S", 10 * LIMIT_S)
+    a, b = net.proc("a"), net.proc("b")
+    number, at_b = net.port(b)
+    send(a, b, number, b"x/0")
+    until(lambda: at_b.got)
+    assert peer(a, b).session.unacked
+    began_s = time.monotonic()
+    a.close(LIMIT_S)
+
+    assert time.monotonic() - began_s < LIMIT_S / 2
 
 
 def test_after_the_close_nothing_is_waited_for(quick_net: Net) -> None:

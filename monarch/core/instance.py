@@ -23,7 +23,7 @@ import contextvars
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -43,6 +43,7 @@ from monarch.log import get_logger
 
 if TYPE_CHECKING:
     from monarch.core.proc import Proc
+    from monarch.transports.ring import Targets
 
 log = get_logger("monarch.instance")
 
@@ -57,10 +58,22 @@ class Sender:
 
     def next_seq(self, proc_key: int, actor_number: int) -> int:
         """The number of this sender's next message to that actor. Atomic under the interpreter lock."""
+        return next(self._counter(proc_key, actor_number))
+
+    def _counter(self, proc_key: int, actor_number: int) -> itertools.count[int]:
         counter = self._counters.get((proc_key, actor_number))
         if counter is None:
             counter = self._counters.setdefault((proc_key, actor_number), itertools.count())
-        return next(counter)
+        return counter
+
+    def on_lanes(self, members: Sequence[tuple[int, int]], actor_number: int) -> Targets | None:
+        """Members of a mesh, as (process, rank), as `ring.post` wants them; none where one is in this process. None:
+        not all are known yet."""
+        if any(key == self.proc_runtime.key for key, _ in members):
+            return ()
+        peers = self.proc_runtime.gateway.peers
+        found = [(peers.get(key), self._counter(key, actor_number), key, rank) for key, rank in members]
+        return None if any(peer is None for peer, *_ in found) else tuple(found)
 
     def forget(self, proc_key: int, actor_number: int | None = None) -> None:
         """An actor, or all of a process, is gone: nothing more is sent there."""

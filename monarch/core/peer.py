@@ -21,7 +21,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from attrs import define, field
 
@@ -31,6 +31,9 @@ from monarch.core.poller import Poller
 from monarch.core.protocol import FrameType, Hello, Session
 from monarch.errors import TransportError
 from monarch.transports.base import Buffer, Frame, Link
+
+if TYPE_CHECKING:
+    from monarch.transports.ring import Lane
 
 _BURST: Final = 8
 _SEND_EVERY: Final = 32
@@ -57,6 +60,8 @@ class Peer:
 
     state: State = State.NEW
     link: Link | None = None
+    lane: Lane | None = None
+    """A shorter way for small messages, of this link: see `transports.ring`."""
     we_dialed: bool = False
     address: str = ""
     known_as: str = ""
@@ -118,7 +123,9 @@ class Peer:
             with self.lock:
                 if self.down is not None:
                     return self.down
+                self._leave_lane()
                 self._send_now(self.session.wrap(parts, size_bytes))
+                self._take_lane()
         except BaseException:
             # A signal's handler raised, and nobody knows how far this got: the session begins again on a new link.
             self.torn = True
@@ -131,6 +138,7 @@ class Peer:
         with self.lock:
             if self.down is not None:
                 return self.down
+            self._leave_lane()
             for parts in messages:
                 frame = self.session.wrap(parts, sum(map(len, parts)))
                 if self.link is not None:
@@ -142,12 +150,37 @@ class Peer:
                     return None  # the pump will see the break, and the session still has the frames
                 if self.outbox or self.link.blocked:
                     self.cork(self)
+            self._take_lane()
         return None
 
     def say(self, kind: FrameType) -> None:
         """Send an ACK, HEARTBEAT or GOODBYE."""
         with self.lock:
+            self._leave_lane()
             self._send_now(self.session.control(kind))
+            self._take_lane()
+
+    def _leave_lane(self) -> None:
+        """What is sent now may go another way: nothing overtakes it. The lock is held, until `_take_lane`."""
+        if self.lane is not None:
+            self.lane.open = False
+
+    def _take_lane(self) -> None:
+        """Whatever was sent before is on its way: what comes may use the link's lane, if it has one."""
+        link = self.link
+        if link is not None and not self.outbox and not link.blocked:
+            if self.lane is None:
+                self.lane = link.lane(self.session, self.send_buffer_bytes)
+            if self.lane is not None:
+                self.lane.open = True
+
+    def take_link(self) -> Link | None:
+        """Have no link any more; the lock is held."""
+        link, self.link = self.link, None
+        if self.lane is not None:
+            self.lane.close()
+            self.lane = None
+        return link
 
     def _send_now(self, frame: Frame) -> None:
         """Give a frame to the link or the outbox. Without a link the session keeps it."""
@@ -196,7 +229,9 @@ class Peer:
             if self.link is not link:
                 return
             self.burst = _BURST - 1 if self.burst > _BURST + 1 else 0  # several queued up: somebody goes on sending
+            self._leave_lane()
             self._send_outbox(link)
+            self._take_lane()
             self.poller.watch(link.fileno(), link.blocked or bool(self.outbox))
 
     @property
@@ -233,6 +268,7 @@ class Peer:
             RemoteProtocolError: the peer claims to have what was never sent.
         """
         frames = self.session.resume(hello.received)
+        self.take_link()
         self.link, self.we_dialed = link, we_dialed
         self.address, self.pid, self.host = hello.address, hello.pid, hello.host
         self.steady, self.heard = hello.steady, True
@@ -245,7 +281,7 @@ class Peer:
 
     def detach(self) -> None:
         """The link is gone; the session keeps what was not acknowledged."""
-        self.link = None
+        self.take_link()
         self.outbox.clear()
         self.breaks += 1
         if self.down is None:
@@ -255,8 +291,7 @@ class Peer:
         """The peer is gone: everything that it did not acknowledge, oldest first, as `[head, *parts]`."""
         self.dialing = None
         undelivered = [parts for _, parts, _ in self.session.unacked]
-        self.session.unacked.clear()
-        self.session.unacked_bytes = 0
+        self.session.abandon()
         self.outbox.clear()
         return undelivered
 

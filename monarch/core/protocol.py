@@ -21,11 +21,12 @@ from collections import deque
 from collections.abc import Mapping
 from enum import IntEnum
 from struct import Struct
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from attrs import define, field
 
 from monarch.errors import RemoteProtocolError
+from monarch.transports import ring
 from monarch.transports.base import Buffer, Frame
 from monarch.version import __version__
 
@@ -127,39 +128,37 @@ class Hello:
 
 
 @define(eq=False)
-class Session:
-    """One peer's numbering. Whoever calls `wrap` holds the peer's send lock; `accept` is the driving thread's."""
+class _Numbering:
+    """What a `Session` does for every message. The compiled part has the same, and more: see `lane`."""
 
     ack_every_n: int = 1000
     ack_interval_s: float = 0.5
     ack_at_bytes: int = ACK_AT_BYTES
 
-    sent: int = 0
-    """Number of the last frame that was wrapped."""
-    received: int = 0
+    sent: int = field(default=0, init=False)
+    """Number of the last message that was kept."""
+    received: int = field(default=0, init=False)
     """Number of the last frame that arrived in order."""
-    unacked: deque[tuple[int, list[Buffer], int]] = field(factory=deque)
+    unacked: deque[tuple[int, list[Buffer], int]] = field(factory=deque, init=False)
     """(number, parts, size in bytes), oldest first."""
-    unacked_bytes: int = 0
+    unacked_bytes: int = field(default=0, init=False)
 
-    _acknowledged: int = 0  # the last number that we told the peer
-    _unacknowledged_bytes: int = 0
-    _ack_due_s: float | None = None
+    _acknowledged: int = field(default=0, init=False)  # the last number that we told the peer
+    _unacknowledged_bytes: int = field(default=0, init=False)
+    _ack_due_s: float | None = field(default=None, init=False)
 
-    def wrap(self, parts: list[Buffer], size_bytes: int) -> Frame:
-        """Number `parts` (`[head, ...]`) and keep them until they are acknowledged; returns the frame to send."""
+    def keep(self, parts: list[Buffer], size_bytes: int) -> int:
+        """The number of a message `[head, *parts]`, which is kept until the peer has it."""
+        self.unacked_bytes += size_bytes
         self.sent = number = self.sent + 1
         self.unacked.append((number, parts, size_bytes))
-        self.unacked_bytes += size_bytes
-        # As `_frame`, without the call.
-        self._acknowledged = received = self.received
-        self._ack_due_s = None
-        return [SESSION.pack(_DATA, number, received) + parts[0], *parts[1:]]
+        return number
 
-    def _frame(self, number: int, parts: list[Buffer]) -> Frame:
+    def told(self) -> int:
+        """What has arrived; the peer is told now."""
         self._acknowledged = received = self.received
         self._ack_due_s = None
-        return [SESSION.pack(_DATA, number, received) + parts[0], *parts[1:]]
+        return received
 
     def accept(self, frame: Frame, now_s: float) -> Frame | None:
         """Take in a frame; returns `[head, *parts]` of a new data frame, or None.
@@ -173,10 +172,7 @@ class Session:
         kind, number, acknowledged = SESSION.unpack_from(head)
         if acknowledged > self.sent:
             raise RemoteProtocolError(f"the peer acknowledges frame {acknowledged} of {self.sent}")
-        unacked = self.unacked
-        while unacked and unacked[0][0] <= acknowledged:  # as `acknowledge`
-            size_bytes = unacked.popleft()[2]
-            self.unacked_bytes -= size_bytes
+        self.acknowledge(acknowledged)
         if kind != _DATA:
             if not FrameType.HELLO <= kind <= FrameType.GOODBYE:
                 raise RemoteProtocolError(f"a frame of unknown type {kind}")
@@ -189,7 +185,7 @@ class Session:
         if self._ack_due_s is None:
             self._ack_due_s = now_s + self.ack_interval_s
             self._unacknowledged_bytes = 0
-        self._unacknowledged_bytes += len(frame[-1]) if len(frame) < 4 else sum(map(len, frame))  # the others are small
+        self._unacknowledged_bytes += sum(map(len, frame))
         frame[0] = head[_SESSION_BYTES:]
         return frame
 
@@ -198,11 +194,16 @@ class Session:
         unacked = self.unacked
         while unacked and unacked[0][0] <= number:
             size_bytes = unacked.popleft()[2]
-            self.unacked_bytes -= size_bytes  # without a call in the line: `wrap` adds to it in another thread
+            self.unacked_bytes -= size_bytes  # without a call in the line: `keep` adds to it in another thread
+
+    def abandon(self) -> None:
+        """Keep nothing any more."""
+        self.unacked.clear()
+        self.unacked_bytes = 0
 
     def ack_due(self, now_s: float) -> bool | None:
         """Whether an acknowledgement should travel now, alone; None: there is nothing to acknowledge."""
-        due_s = self._ack_due_s  # `wrap` clears it in another thread
+        due_s = self._ack_due_s  # `told` clears it in another thread
         if self.received == self._acknowledged or due_s is None:
             return None
         return (
@@ -216,11 +217,28 @@ class Session:
         """Whether there is something to acknowledge, now or later."""
         return self.received != self._acknowledged
 
+
+if TYPE_CHECKING or ring.compiled is None:
+    _Base = _Numbering
+else:
+    _Base = ring.compiled.Session
+
+
+class Session(_Base):
+    """One peer's numbering. Whoever calls `wrap` holds the peer's send lock; `accept` is the driving thread's."""
+
+    __slots__ = ()
+
+    def wrap(self, parts: list[Buffer], size_bytes: int) -> Frame:
+        """Number `parts` (`[head, ...]`) and keep them until they are acknowledged; returns the frame to send."""
+        return self._frame(self.keep(parts, size_bytes), parts)
+
+    def _frame(self, number: int, parts: list[Buffer]) -> Frame:
+        return [SESSION.pack(_DATA, number, self.told()) + parts[0], *parts[1:]]
+
     def control(self, kind: FrameType) -> Frame:
         """An ACK, HEARTBEAT or GOODBYE frame; each acknowledges what has arrived."""
-        self._acknowledged = self.received
-        self._ack_due_s = None
-        return [SESSION.pack(kind, 0, self.received)]
+        return [SESSION.pack(kind, 0, self.told())]
 
     def resume(self, peer_received: int) -> list[Frame]:
         """A new link is up and the peer said what it has: the frames to send again, oldest first.
@@ -237,7 +255,6 @@ class Session:
         numbers = [number for number, _, _ in self.unacked]
         assert numbers == list(range(self.sent - len(numbers) + 1, self.sent + 1)), numbers
         assert self.unacked_bytes == sum(size for _, _, size in self.unacked)
-        assert self._acknowledged <= self.received
 
 
 def refusal(reason: str) -> Frame:

@@ -299,8 +299,7 @@ class ActorBehavior:
             wrapped.__cause__ = error
             return self._reply_error(envelope, port, wrapped)
         if envelope.reply_port:
-            # Silent: that a caller is gone is no news for the actor which answers it.
-            runtime.send(envelope.reply(parts, Flag.SILENT), None)
+            runtime.reply(envelope, parts)
         else:
             port._send(parts, 0)
         return None
@@ -308,7 +307,7 @@ class ActorBehavior:
     def _reply_error(self, envelope: Envelope, port: Port[Any] | None, error: Exception) -> Down | None:
         parts = exceptions.encode_exception(error)
         if envelope.reply_port:
-            self._instance.proc_runtime.send(envelope.reply(parts, Flag.ERROR | Flag.SILENT), None)
+            self._instance.proc_runtime.reply(envelope, parts, Flag.ERROR)
         elif port is not None:
             port._send(parts, Flag.ERROR)
         else:

@@ -15,6 +15,7 @@
 #define Py_LIMITED_API 0x030B0000
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <stdarg.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <string.h>
@@ -22,6 +23,9 @@
 #include <sys/socket.h>
 #include <time.h>
 
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "heads are little-endian"
+#endif
 #if defined(__x86_64__) || defined(__i386__)
 #define PAUSE() __builtin_ia32_pause()
 #elif defined(__aarch64__)
@@ -30,7 +34,7 @@
 #define PAUSE() atomic_signal_fence(memory_order_seq_cst)
 #endif
 
-enum { VERSION = 5 }; /* of what Python calls here; ring.py names the one that it needs */
+enum { VERSION = 6 }; /* of what Python calls here; ring.py names the one that it needs */
 enum { HEAD_BYTES = 256, MOST_PARTS = 32, LOOKS_EACH = 64 };
 #define SKIP UINT32_MAX
 #define ENCODED (UINT32_C(1) << 31)
@@ -57,7 +61,7 @@ typedef struct {
     uint64_t capacity;
     uint64_t mine;   /* tail of a writer, head of a reader: nobody else changes it */
     uint64_t theirs; /* writer: the head, as of the last look */
-    uint64_t after;  /* reader: frames that came another way so far */
+    uint64_t after;  /* frames that went, or came, another way so far */
     char attended;   /* reader: whoever polls looks here before it sleeps */
     char armed;      /* reader: `asleep` was set, and nobody has looked since */
 } Ring;
@@ -123,88 +127,100 @@ static PyObject *item_of(PyObject *list, Py_ssize_t at) { /* borrowed */
     return PyList_Check(list) ? PyList_GetItem(list, at) : PyTuple_GetItem(list, at);
 }
 
-/* 1: pushed; 0: too large, or no room; -1: an exception is set */
-static int push_one(Ring *self, PyObject *frame, uint64_t after) {
-    Py_buffer buffers[MOST_PARTS];
+/* What a frame consists of. */
+typedef struct {
+    Py_ssize_t count;
+    uint64_t total; /* bytes of the parts */
     const char *starts[MOST_PARTS];
     uint32_t sizes[MOST_PARTS];
-    int encoded = PyBytes_CheckExact(frame);
-    Py_ssize_t count = encoded ? 1 : length_of(frame), seen;
-    uint64_t total = sizeof(struct record);
-    int result = 0;
+    Py_buffer views[MOST_PARTS];
+} pieces;
+
+static void release(pieces *from) {
+    while (from->count-- > 0)
+        if (from->views[from->count].obj) PyBuffer_Release(&from->views[from->count]);
+}
+
+static int piece(pieces *to, const char *start, Py_ssize_t size, uint64_t most) { /* 0: too much */
+    if (to->count == MOST_PARTS || (uint64_t)size > most - to->total) return 0;
+    to->views[to->count].obj = NULL;
+    to->starts[to->count] = start;
+    to->sizes[to->count++] = (uint32_t)size;
+    to->total += (uint64_t)size;
+    return 1;
+}
+
+/* 1: it is one more; 0: too much; -1: an exception is set */
+static int piece_of(pieces *to, PyObject *part, uint64_t most) {
+    if (PyBytes_CheckExact(part)) return piece(to, PyBytes_AsString(part), PyBytes_Size(part), most);
+    Py_buffer view;
+    if (PyObject_GetBuffer(part, &view, PyBUF_SIMPLE)) return -1;
+    int taken = piece(to, view.buf, view.len, most);
+    if (taken) to->views[to->count - 1] = view;
+    else PyBuffer_Release(&view);
+    return taken;
+}
+
+static uint64_t most_of(Ring *self) { return self->capacity / 8; }
+
+static uint64_t bytes_needed(const pieces *frame) {
+    return (sizeof(struct record) + 4 * (uint64_t)frame->count + frame->total + 7) & ~(uint64_t)7;
+}
+
+static int has_bytes(Ring *self, uint64_t bytes) {
+    if (self->mine + bytes - self->theirs > self->capacity)
+        self->theirs = atomic_load_explicit(&self->ring->head, memory_order_acquire);
+    return self->mine + bytes - self->theirs <= self->capacity;
+}
+
+static int put(Ring *self, const pieces *frame, uint32_t mark) { /* 0: no room */
+    uint64_t need = bytes_needed(frame), here = self->capacity - (self->mine & (self->capacity - 1));
+    uint64_t skip = here < need ? here : 0;
+    if (need > most_of(self) || !has_bytes(self, skip + need)) return 0;
+    struct record record = {(uint32_t)need, (uint32_t)frame->count | mark, self->after};
+    if (skip) {
+        uint32_t marker = SKIP;
+        memcpy(self->data + (self->mine & (self->capacity - 1)), &marker, sizeof marker);
+    }
+    char *to = self->data + ((self->mine + skip) & (self->capacity - 1));
+    memcpy(to, &record, sizeof record);
+    to += sizeof record;
+    memcpy(to, frame->sizes, 4 * (size_t)frame->count);
+    to += 4 * frame->count;
+    for (Py_ssize_t i = 0; i < frame->count; i++) {
+        memcpy(to, frame->starts[i], frame->sizes[i]);
+        to += frame->sizes[i];
+    }
+    self->mine += skip + need;
+    atomic_store_explicit(&self->ring->tail, self->mine, memory_order_release);
+    return 1;
+}
+
+/* 1: pushed; 0: too large, or no room; -1: an exception is set */
+static int push_one(Ring *self, PyObject *frame) {
+    pieces found = {0};
+    int encoded = PyBytes_CheckExact(frame), result = 1;
+    Py_ssize_t count = encoded ? 1 : length_of(frame);
     if (count < 0) {
         PyErr_SetString(PyExc_TypeError, "a frame is a list or a tuple of buffers, or bytes");
         return -1;
     }
-    if (count > MOST_PARTS) return 0;
-    total += 4 * (uint64_t)count;
-    for (seen = 0; seen < count; seen++) {
-        PyObject *part = encoded ? frame : item_of(frame, seen);
-        Py_ssize_t size;
-        buffers[seen].obj = NULL;
-        if (PyBytes_CheckExact(part)) {
-            starts[seen] = PyBytes_AsString(part);
-            size = PyBytes_Size(part);
-        } else {
-            if (PyObject_GetBuffer(part, &buffers[seen], PyBUF_SIMPLE)) {
-                buffers[seen].obj = NULL;
-                result = -1;
-                break;
-            }
-            starts[seen] = buffers[seen].buf;
-            size = buffers[seen].len;
-        }
-        total += (uint64_t)size;
-        if (total > self->capacity / 8) {
-            seen++;
-            goto release;
-        }
-        sizes[seen] = (uint32_t)size;
-    }
-    if (result == 0) {
-        uint64_t need = (total + 7) & ~(uint64_t)7, tail = self->mine, place = tail & (self->capacity - 1);
-        uint64_t skip = self->capacity - place < need ? self->capacity - place : 0;
-        if (tail + skip + need - self->theirs > self->capacity)
-            self->theirs = atomic_load_explicit(&self->ring->head, memory_order_acquire);
-        if (tail + skip + need - self->theirs <= self->capacity) {
-            struct record record = {(uint32_t)need, (uint32_t)count | (encoded ? ENCODED : 0), after};
-            char *to;
-            if (skip) {
-                uint32_t marker = SKIP;
-                memcpy(self->data + place, &marker, sizeof marker);
-                tail += skip;
-                place = 0;
-            }
-            to = self->data + place;
-            memcpy(to, &record, sizeof record);
-            to += sizeof record;
-            memcpy(to, sizes, 4 * (size_t)count);
-            to += 4 * count;
-            for (Py_ssize_t i = 0; i < count; i++) {
-                memcpy(to, starts[i], sizes[i]);
-                to += sizes[i];
-            }
-            self->mine = tail + need;
-            atomic_store_explicit(&self->ring->tail, self->mine, memory_order_release);
-            result = 1;
-        }
-    }
-release:
-    while (seen-- > 0)
-        if (buffers[seen].obj) PyBuffer_Release(&buffers[seen]);
+    for (Py_ssize_t i = 0; i < count && result == 1; i++)
+        result = piece_of(&found, encoded ? frame : item_of(frame, i), most_of(self));
+    if (result == 1) result = put(self, &found, encoded ? ENCODED : 0);
+    release(&found);
     return result;
 }
 
-static PyObject *writer_push(Ring *self, PyObject *const *args, Py_ssize_t n) {
-    if (n != 2 || length_of(args[0]) < 0) {
-        PyErr_SetString(PyExc_TypeError, "push(frames, after): frames in a list or a tuple");
+static PyObject *writer_push(Ring *self, PyObject *frames) {
+    Py_ssize_t count = length_of(frames), taken = 0;
+    if (count < 0) {
+        PyErr_SetString(PyExc_TypeError, "push(frames): frames in a list or a tuple");
         return NULL;
     }
-    uint64_t after = PyLong_AsUnsignedLongLong(args[1]);
-    if (PyErr_Occurred() || !is_ready(self)) return NULL;
-    Py_ssize_t count = length_of(args[0]), taken = 0;
+    if (!is_ready(self)) return NULL;
     for (; taken < count; taken++) {
-        int pushed = push_one(self, item_of(args[0], taken), after);
+        int pushed = push_one(self, item_of(frames, taken));
         if (pushed < 0 && !taken) return NULL;
         if (pushed < 0) PyErr_Clear(); /* it comes again, first */
         if (pushed != 1) break;
@@ -212,12 +228,21 @@ static PyObject *writer_push(Ring *self, PyObject *const *args, Py_ssize_t n) {
     return PyLong_FromSsize_t(taken);
 }
 
-static PyObject *writer_rouse(Ring *self, PyObject *unused) {
-    if (!is_ready(self)) return NULL;
-    atomic_thread_fence(memory_order_seq_cst);
-    if (!atomic_load_explicit(&self->ring->asleep, memory_order_relaxed)) Py_RETURN_FALSE;
-    return PyBool_FromLong(atomic_exchange(&self->ring->asleep, 0) != 0);
+static PyObject *writer_after(Ring *self, void *closure) { return PyLong_FromUnsignedLongLong(self->after); }
+
+static int writer_come_after(Ring *self, PyObject *value, void *closure) {
+    uint64_t after = value ? PyLong_AsUnsignedLongLong(value) : 0;
+    if (PyErr_Occurred()) return -1;
+    self->after = after;
+    return 0;
 }
+
+static int rouse(Ring *self) {
+    atomic_thread_fence(memory_order_seq_cst);
+    return atomic_load_explicit(&self->ring->asleep, memory_order_relaxed) && atomic_exchange(&self->ring->asleep, 0);
+}
+
+static PyObject *writer_rouse(Ring *self, PyObject *unused) { return is_ready(self) ? PyBool_FromLong(rouse(self)) : NULL; }
 
 /* ---- the reader */
 
@@ -369,11 +394,14 @@ static int reader_decode_by(Ring *self, PyObject *value, void *closure) {
 
 /* ---- the bell: a frame of no parts on the stream, all of it at once or nothing */
 
-static PyObject *module_ring_bell(PyObject *module, PyObject *arg) {
+static int ring_bell(int fd) {
     uint32_t bell = 0;
+    return send(fd, &bell, sizeof bell, MSG_DONTWAIT | MSG_NOSIGNAL) == sizeof bell;
+}
+
+static PyObject *module_ring_bell(PyObject *module, PyObject *arg) {
     long fd = PyLong_AsLong(arg);
-    if (PyErr_Occurred()) return NULL;
-    return PyBool_FromLong(send((int)fd, &bell, sizeof bell, MSG_DONTWAIT | MSG_NOSIGNAL) == sizeof bell);
+    return PyErr_Occurred() ? NULL : PyBool_FromLong(ring_bell((int)fd));
 }
 
 static PyObject *module_take_bell(PyObject *module, PyObject *arg) {
@@ -382,6 +410,431 @@ static PyObject *module_take_bell(PyObject *module, PyObject *arg) {
     if (PyErr_Occurred()) return NULL;
     if (recv((int)fd, &bell, sizeof bell, MSG_DONTWAIT | MSG_PEEK) != sizeof bell || bell) Py_RETURN_FALSE;
     return PyBool_FromLong(recv((int)fd, &bell, sizeof bell, MSG_DONTWAIT) == sizeof bell);
+}
+
+/* ---- a session: see monarch/core/protocol.py, which has the same in Python */
+
+enum { HEAD_OF_SESSION = 24, HEAD_OF_MESSAGE = 64, DATA = 2 }; /* and the kind of a frame that carries a message */
+
+typedef struct {
+    PyObject *parts;
+    Py_ssize_t size; /* in bytes */
+} kept;
+
+typedef struct {
+    PyObject_HEAD
+    uint64_t sent, received;
+    uint64_t acknowledged; /* the last number that we told the peer */
+    Py_ssize_t unacked_bytes, unacknowledged_bytes, ack_every, ack_at_bytes;
+    double ack_interval_s, ack_due_s; /* due < 0: nothing is */
+    kept *unacked;                    /* the last is number `sent` */
+    size_t first, count, room;        /* a power of two, of which `count` are in use, from `first` on */
+} Session;
+
+static PyTypeObject *SessionType, *LaneType;
+
+static void *new_of(PyTypeObject *type) { return ((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0); }
+
+static void free_of(PyObject *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+static PyObject *protocol_error(const char *format, ...) { /* always NULL */
+    va_list values;
+    va_start(values, format);
+    PyObject *text = PyUnicode_FromFormatV(format, values), *errors = text ? PyImport_ImportModule("monarch.errors") : NULL;
+    PyObject *type = errors ? PyObject_GetAttrString(errors, "RemoteProtocolError") : NULL;
+    va_end(values);
+    if (type) PyErr_SetObject(type, text);
+    Py_XDECREF(type);
+    Py_XDECREF(errors);
+    Py_XDECREF(text);
+    return NULL;
+}
+
+static PyObject *session_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"ack_every_n", "ack_interval_s", "ack_at_bytes", NULL};
+    Py_ssize_t every = 1000, at_bytes = 1 << 20;
+    double interval_s = 0.5;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|ndn", names, &every, &interval_s, &at_bytes)) return NULL;
+    Session *self = new_of(type);
+    if (!self) return NULL;
+    self->ack_every = every;
+    self->ack_interval_s = interval_s;
+    self->ack_at_bytes = at_bytes;
+    self->ack_due_s = -1;
+    return (PyObject *)self;
+}
+
+static void session_dealloc(Session *self) {
+    for (; self->count; self->count--, self->first++) Py_DECREF(self->unacked[self->first & (self->room - 1)].parts);
+    PyMem_Free(self->unacked);
+    free_of((PyObject *)self);
+}
+
+static int make_room(Session *self, size_t more) {
+    if (self->count + more <= self->room) return 1;
+    size_t room = self->room ? self->room : 64;
+    while (room < self->count + more) room *= 2;
+    kept *unacked = PyMem_Malloc(room * sizeof *unacked);
+    if (!unacked) {
+        PyErr_NoMemory();
+        return 0;
+    }
+    for (size_t i = 0; i < self->count; i++) unacked[i] = self->unacked[(self->first + i) & (self->room - 1)];
+    PyMem_Free(self->unacked);
+    self->unacked = unacked;
+    self->first = 0;
+    self->room = room;
+    return 1;
+}
+
+static void keep(Session *self, PyObject *parts, Py_ssize_t size) { /* there is room; it takes `parts` over */
+    self->unacked[(self->first + self->count++) & (self->room - 1)] = (kept){parts, size};
+    self->unacked_bytes += size;
+    self->sent++;
+}
+
+static void tell(Session *self) { /* what goes out now says what has come */
+    self->acknowledged = self->received;
+    self->ack_due_s = -1;
+}
+
+static void head_of_session(const Session *self, uint64_t number, char *to) {
+    memset(to, 0, 8);
+    to[0] = DATA;
+    memcpy(to + 8, &number, 8);
+    memcpy(to + 16, &self->received, 8);
+}
+
+static PyObject *session_told(Session *self, PyObject *unused) {
+    tell(self);
+    return PyLong_FromUnsignedLongLong(self->received);
+}
+
+static PyObject *session_keep(Session *self, PyObject *args) {
+    PyObject *parts;
+    Py_ssize_t size;
+    if (!PyArg_ParseTuple(args, "O!n", &PyList_Type, &parts, &size) || !make_room(self, 1)) return NULL;
+    Py_INCREF(parts);
+    keep(self, parts, size);
+    return PyLong_FromUnsignedLongLong(self->sent);
+}
+
+static void forget_first(Session *self) {
+    kept *oldest = &self->unacked[self->first & (self->room - 1)];
+    PyObject *parts = oldest->parts;
+    self->unacked_bytes -= oldest->size;
+    self->first++;
+    self->count--;
+    Py_DECREF(parts); /* last: who it belongs to may run code of Python */
+}
+
+static void forget_until(Session *self, uint64_t number) {
+    while (self->count && self->sent - self->count + 1 <= number) forget_first(self);
+}
+
+static PyObject *session_acknowledge(Session *self, PyObject *arg) {
+    uint64_t number = PyLong_AsUnsignedLongLong(arg);
+    if (PyErr_Occurred()) return NULL;
+    forget_until(self, number);
+    Py_RETURN_NONE;
+}
+
+static PyObject *session_abandon(Session *self, PyObject *unused) {
+    forget_until(self, self->sent);
+    Py_RETURN_NONE;
+}
+
+static PyObject *session_unacked(Session *self, void *closure) {
+    PyObject *found = PyList_New(0);
+    for (size_t i = 0; found && i < self->count; i++) {
+        kept *each = &self->unacked[(self->first + i) & (self->room - 1)];
+        unsigned long long number = self->sent - self->count + 1 + i;
+        PyObject *item = Py_BuildValue("(KOn)", number, each->parts, each->size);
+        if (!item || PyList_Append(found, item)) Py_CLEAR(found);
+        Py_XDECREF(item);
+    }
+    return found;
+}
+
+static PyObject *session_accept(Session *self, PyObject *const *args, Py_ssize_t n) {
+    if (n != 2 || !PyList_Check(args[0])) {
+        PyErr_SetString(PyExc_TypeError, "accept(frame, now_s): a frame is a list");
+        return NULL;
+    }
+    PyObject *frame = args[0], *head;
+    double now_s = PyFloat_AsDouble(args[1]);
+    Py_ssize_t count = PyList_Size(frame);
+    if (PyErr_Occurred()) return NULL;
+    Py_buffer view;
+    if (!count) return protocol_error("a frame head of 0 bytes");
+    head = PyList_GetItem(frame, 0);
+    if (PyObject_GetBuffer(head, &view, PyBUF_SIMPLE)) return NULL;
+    uint64_t number = 0, acknowledged = 0;
+    unsigned char kind = 0;
+    Py_ssize_t size = view.len;
+    PyObject *inner = NULL;
+    if (size >= HEAD_OF_SESSION) {
+        const char *at = view.buf;
+        kind = (unsigned char)at[0];
+        memcpy(&number, at + 8, 8);
+        memcpy(&acknowledged, at + 16, 8);
+        if (kind == DATA) inner = PyBytes_FromStringAndSize(at + HEAD_OF_SESSION, size - HEAD_OF_SESSION);
+    }
+    PyBuffer_Release(&view);
+    if (size < HEAD_OF_SESSION) return protocol_error("a frame head of %zd bytes", size);
+    if (kind == DATA && !inner) return NULL;
+    if (acknowledged > self->sent) {
+        Py_XDECREF(inner);
+        return protocol_error("the peer acknowledges frame %llu of %llu", acknowledged, self->sent);
+    }
+    if (kind == DATA && number > self->received + 1) {
+        Py_DECREF(inner);
+        return protocol_error("frame %llu arrived after frame %llu", number, self->received);
+    }
+    if (kind < 1 || kind > 5) return protocol_error("a frame of unknown type %d", (int)kind);
+    if (kind == DATA && number == self->received + 1) {
+        Py_ssize_t bytes = 0;
+        for (Py_ssize_t i = 0; i < count; i++) {
+            Py_ssize_t each = PyObject_Size(PyList_GetItem(frame, i));
+            if (each < 0) PyErr_Clear();
+            bytes += each > 0 ? each : 0;
+        }
+        self->received = number;
+        if (self->ack_due_s < 0) {
+            self->ack_due_s = now_s + self->ack_interval_s;
+            self->unacknowledged_bytes = 0;
+        }
+        self->unacknowledged_bytes += bytes;
+        if (PyList_SetItem(frame, 0, inner)) return NULL;
+        Py_INCREF(frame);
+    } else {
+        Py_XDECREF(inner); /* sent again after a break, and here already */
+        frame = Py_None;
+        Py_INCREF(frame);
+    }
+    forget_until(self, acknowledged); /* last: see there */
+    return frame;
+}
+
+static PyObject *session_ack_due(Session *self, PyObject *now) {
+    double now_s = PyFloat_AsDouble(now);
+    if (PyErr_Occurred()) return NULL;
+    if (self->received == self->acknowledged || self->ack_due_s < 0) Py_RETURN_NONE;
+    return PyBool_FromLong(self->received - self->acknowledged >= (uint64_t)self->ack_every ||
+                           self->unacknowledged_bytes >= self->ack_at_bytes || now_s >= self->ack_due_s);
+}
+
+static PyObject *session_owes_ack(Session *self, void *closure) {
+    return PyBool_FromLong(self->received != self->acknowledged);
+}
+
+/* ---- a lane: how a session's messages leave through a ring, from the first look to the bell in one step. Nobody else runs
+ * meanwhile, no thread and no handler of a signal: nothing here lets go of the interpreter, or runs code of Python. */
+
+typedef struct {
+    PyObject_HEAD
+    Ring *writer;
+    Session *session;
+    Py_ssize_t most_bytes; /* unacknowledged; with more, who sends is to wait */
+    int fd;                /* of the stream beside; -1: it is closed */
+    Py_ssize_t claims;     /* messages that are about to be put there */
+    char open;             /* nothing that was numbered before waits elsewhere */
+} Lane;
+
+static PyObject *lane_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    PyObject *writer, *session;
+    Py_ssize_t most_bytes;
+    int fd;
+    if (!PyArg_ParseTuple(args, "O!O!in", WriterType, &writer, SessionType, &session, &fd, &most_bytes)) return NULL;
+    Lane *self = is_ready((Ring *)writer) ? new_of(type) : NULL;
+    if (!self) return NULL;
+    Py_INCREF(writer);
+    Py_INCREF(session);
+    self->writer = (Ring *)writer;
+    self->session = (Session *)session;
+    self->most_bytes = most_bytes;
+    self->fd = fd;
+    return (PyObject *)self;
+}
+
+static void lane_dealloc(Lane *self) {
+    Py_XDECREF((PyObject *)self->writer);
+    Py_XDECREF((PyObject *)self->session);
+    free_of((PyObject *)self);
+}
+
+static PyObject *lane_close(Lane *self, PyObject *unused) {
+    self->open = 0;
+    self->fd = -1;
+    Py_RETURN_NONE;
+}
+
+enum { MOST_TARGETS = 256, MOST_POSTED = 1 << 16, CHAINED = 128 };
+
+struct target {
+    Lane *lane;
+    PyObject *counter; /* or NULL: its messages have no numbers */
+    PyObject *kept;    /* [head, *parts] */
+    uint64_t proc, number, place;
+    uint32_t rank;
+};
+
+/* Of a message: what does not differ between its receivers. */
+struct message {
+    unsigned char kind, flags;
+    uint16_t ttl;
+    uint64_t dst_actor, dst_port, src_proc, src_actor, reply_port;
+};
+
+static void head_of_message(const struct message *message, const struct target *to, char *head) {
+    uint64_t fields[7] = {to->proc,           message->dst_actor, message->dst_port,  message->src_proc,
+                          message->src_actor, to->number,         message->reply_port};
+    head[0] = (char)message->kind;
+    head[1] = (char)message->flags;
+    memcpy(head + 2, &message->ttl, 2);
+    memcpy(head + 4, &to->rank, 4);
+    memcpy(head + 8, fields, sizeof fields);
+}
+
+static PyObject *name_of_lane; /* "lane" */
+
+static int target_of(PyObject *item, struct target *to) { /* 1; 0: not now; -1: an exception is set */
+    if (!PyTuple_Check(item) || PyTuple_Size(item) != 4) {
+        PyErr_SetString(PyExc_TypeError, "a target is (peer, counter, process, rank)");
+        return -1;
+    }
+    PyObject *lane = PyObject_GetAttr(PyTuple_GetItem(item, 0), name_of_lane), *counter = PyTuple_GetItem(item, 1);
+    if (!lane) return -1;
+    int open = Py_TYPE(lane) == LaneType && ((Lane *)lane)->open;
+    Py_DECREF(lane); /* its peer has it as long as nothing else runs */
+    if (!open) return 0;
+    to->lane = (Lane *)lane;
+    to->counter = counter == Py_None ? NULL : counter;
+    to->proc = PyLong_AsUnsignedLongLong(PyTuple_GetItem(item, 2));
+    to->rank = (uint32_t)PyLong_AsUnsignedLong(PyTuple_GetItem(item, 3));
+    return PyErr_Occurred() ? -1 : 1;
+}
+
+/* [head, *parts, chain]; the head is filled in when it is numbered. */
+static PyObject *parts_to_keep(PyObject *parts, PyObject *chain) {
+    Py_ssize_t count = PyList_Size(parts), chained = PyBytes_Size(chain) > 0;
+    PyObject *list = PyList_New(1 + count + chained), *head = list ? PyBytes_FromStringAndSize(NULL, HEAD_OF_MESSAGE) : NULL;
+    if (!head) {
+        Py_XDECREF(list);
+        return NULL;
+    }
+    PyList_SetItem(list, 0, head);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *part = PyList_GetItem(parts, i);
+        Py_INCREF(part);
+        PyList_SetItem(list, 1 + i, part);
+    }
+    if (chained) {
+        Py_INCREF(chain);
+        PyList_SetItem(list, 1 + count, chain);
+    }
+    return list;
+}
+
+/* 1: all targets can take a frame that needs so many bytes of their rings; 0: some cannot now; -1: an exception is set */
+static int all_have_room(PyObject *items, struct target *targets, uint64_t need) {
+    Py_ssize_t count = PyTuple_Size(items), i;
+    int result = 1;
+    for (i = 0; i < count && result == 1; i++) result = target_of(PyTuple_GetItem(items, i), &targets[i]);
+    for (Py_ssize_t j = 0; j < i && result == 1; j++) targets[j].lane->claims = 0;
+    for (Py_ssize_t j = 0; j < i && result == 1; j++) {
+        Lane *lane = targets[j].lane;
+        /* One more than those that are claimed: a record may have to begin at the start. */
+        if (need > most_of(lane->writer) || !has_bytes(lane->writer, (++lane->claims + 1) * need)) result = 0;
+        else if (!make_room(lane->session, lane->claims)) result = -1;
+    }
+    return result;
+}
+
+/* Number a message and put it into the ring of one of its receivers. 0: an exception is set */
+static int commit(const struct message *message, struct target *to, pieces *frame) {
+    Session *session = to->lane->session;
+    char head[HEAD_OF_SESSION + HEAD_OF_MESSAGE];
+    to->number = 0;
+    if (to->counter) {
+        PyObject *number = PyIter_Next(to->counter);
+        if (!number) return 0;
+        to->number = PyLong_AsUnsignedLongLong(number);
+        Py_DECREF(number);
+    }
+    head_of_message(message, to, head + HEAD_OF_SESSION);
+    memcpy(PyBytes_AsString(PyList_GetItem(to->kept, 0)), head + HEAD_OF_SESSION, HEAD_OF_MESSAGE);
+    head_of_session(session, session->sent + 1, head);
+    keep(session, to->kept, (Py_ssize_t)(frame->total - HEAD_OF_SESSION));
+    to->kept = NULL;
+    tell(session);
+    frame->starts[0] = head;
+    put(to->lane->writer, frame, 0);
+    return 1;
+}
+
+static PyObject *module_post(PyObject *module, PyObject *const *args, Py_ssize_t n) {
+    if (n != 11 || !PyTuple_Check(args[0]) || !PyList_Check(args[1]) || !PyBytes_Check(args[10])) {
+        PyErr_SetString(PyExc_TypeError, "post(targets, parts, kind, flags, ttl, dst_actor, dst_port, src_proc, src_actor, "
+                                         "reply_port, chain): a tuple, a list, numbers, bytes");
+        return NULL;
+    }
+    PyObject *items = args[0], *parts = args[1], *chain = args[10];
+    uint64_t numbers[8];
+    for (int i = 0; i < 8; i++) numbers[i] = PyLong_AsUnsignedLongLong(args[2 + i]);
+    Py_ssize_t count = PyTuple_Size(items), length = PyList_Size(parts);
+    if (PyErr_Occurred()) return NULL;
+    if (!count || count > MOST_TARGETS) return PyLong_FromLong(0);
+    struct message message = {(unsigned char)numbers[0],
+                              (unsigned char)(numbers[1] | (PyBytes_Size(chain) ? CHAINED : 0)),
+                              (uint16_t)numbers[2], numbers[3], numbers[4], numbers[5], numbers[6], numbers[7]};
+    struct target targets[MOST_TARGETS];
+    Py_ssize_t ready = 0;
+    pieces frame;
+    frame.count = 0, frame.total = 0;
+    int result = piece(&frame, NULL, HEAD_OF_SESSION + HEAD_OF_MESSAGE, MOST_POSTED);
+    for (Py_ssize_t i = 0; i < length && result == 1; i++) result = piece_of(&frame, PyList_GetItem(parts, i), MOST_POSTED);
+    if (result == 1 && PyBytes_Size(chain)) result = piece_of(&frame, chain, MOST_POSTED);
+    if (result == 1) result = all_have_room(items, targets, bytes_needed(&frame)); /* most often, where not, it ends here */
+    for (; ready < count && result == 1; ready++) {
+        if (!(targets[ready].kept = parts_to_keep(parts, chain))) result = -1; /* a collection may run code of Python here */
+    }
+    if (result == 1) result = all_have_room(items, targets, bytes_needed(&frame));
+    for (Py_ssize_t i = 0; i < count && result == 1; i++) {
+        if (!commit(&message, &targets[i], &frame)) result = -1;
+    }
+    for (Py_ssize_t i = 0; i < count && result >= 1; i++) {
+        Lane *lane = targets[i].lane;
+        if (rouse(lane->writer)) ring_bell(lane->fd); /* without room for it there is something to read, which wakes, too */
+        if (lane->session->unacked_bytes > lane->most_bytes) result = 2;
+    }
+    release(&frame);
+    for (Py_ssize_t i = 0; i < ready; i++) Py_XDECREF(targets[i].kept);
+    return result < 0 ? NULL : PyLong_FromLong(result);
+}
+
+static PyObject *session_sent(Session *self, void *closure) { return PyLong_FromUnsignedLongLong(self->sent); }
+static PyObject *session_received(Session *self, void *closure) { return PyLong_FromUnsignedLongLong(self->received); }
+static PyObject *session_unacked_bytes(Session *self, void *closure) { return PyLong_FromSsize_t(self->unacked_bytes); }
+
+static int session_receive(Session *self, PyObject *value, void *closure) {
+    uint64_t received = value ? PyLong_AsUnsignedLongLong(value) : 0;
+    if (PyErr_Occurred()) return -1;
+    self->received = received;
+    return 0;
+}
+
+static PyObject *lane_open(Lane *self, void *closure) { return PyBool_FromLong(self->open); }
+
+static int lane_let(Lane *self, PyObject *value, void *closure) {
+    int open = value ? PyObject_IsTrue(value) : 0;
+    if (open < 0) return -1;
+    self->open = open && self->fd >= 0;
+    return 0;
 }
 
 /* ---- many readers */
@@ -483,7 +936,7 @@ static PyObject *module_fall_asleep(PyObject *module, PyObject *readers) {
 /* ---- the module */
 
 static PyMethodDef writer_methods[] = {
-    {"push", (PyCFunction)(void (*)(void))writer_push, METH_FASTCALL, NULL},
+    {"push", (PyCFunction)writer_push, METH_O, NULL},
     {"rouse", (PyCFunction)writer_rouse, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
@@ -494,6 +947,7 @@ static PyMethodDef reader_methods[] = {
 };
 static PyGetSetDef writer_fields[] = {
     {"position", (getter)ring_position, NULL, NULL, NULL},
+    {"after", (getter)writer_after, (setter)writer_come_after, NULL, NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 static PyGetSetDef reader_fields[] = {
@@ -521,7 +975,45 @@ static PyType_Slot reader_slots[] = {
 static PyType_Spec writer_spec = {"monarch.transports._ring.Writer", sizeof(Ring), 0, Py_TPFLAGS_DEFAULT, writer_slots};
 static PyType_Spec reader_spec = {"monarch.transports._ring.Reader", sizeof(Ring), 0, Py_TPFLAGS_DEFAULT, reader_slots};
 
+static PyMethodDef session_methods[] = {
+    {"keep", (PyCFunction)session_keep, METH_VARARGS, NULL},
+    {"told", (PyCFunction)session_told, METH_NOARGS, NULL},
+    {"accept", (PyCFunction)(void (*)(void))session_accept, METH_FASTCALL, NULL},
+    {"acknowledge", (PyCFunction)session_acknowledge, METH_O, NULL},
+    {"abandon", (PyCFunction)session_abandon, METH_NOARGS, NULL},
+    {"ack_due", (PyCFunction)session_ack_due, METH_O, NULL},
+    {NULL, NULL, 0, NULL},
+};
+static PyGetSetDef session_fields[] = {
+    {"sent", (getter)session_sent, NULL, NULL, NULL},
+    {"received", (getter)session_received, (setter)session_receive, NULL, NULL},
+    {"unacked", (getter)session_unacked, NULL, NULL, NULL},
+    {"unacked_bytes", (getter)session_unacked_bytes, NULL, NULL, NULL},
+    {"owes_ack", (getter)session_owes_ack, NULL, NULL, NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+static PyMethodDef lane_methods[] = {
+    {"close", (PyCFunction)lane_close, METH_NOARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+static PyGetSetDef lane_fields[] = {
+    {"open", (getter)lane_open, (setter)lane_let, NULL, NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+static PyType_Slot session_slots[] = {
+    {Py_tp_new, session_new},         {Py_tp_dealloc, session_dealloc}, {Py_tp_methods, session_methods},
+    {Py_tp_getset, session_fields},   {0, NULL},
+};
+static PyType_Slot lane_slots[] = {
+    {Py_tp_new, lane_new},       {Py_tp_dealloc, lane_dealloc}, {Py_tp_methods, lane_methods},
+    {Py_tp_getset, lane_fields}, {0, NULL},
+};
+static PyType_Spec session_spec = {"monarch.transports._ring.Session", sizeof(Session), 0,
+                                   Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, session_slots};
+static PyType_Spec lane_spec = {"monarch.transports._ring.Lane", sizeof(Lane), 0, Py_TPFLAGS_DEFAULT, lane_slots};
+
 static PyMethodDef functions[] = {
+    {"post", (PyCFunction)(void (*)(void))module_post, METH_FASTCALL, NULL},
     {"look", (PyCFunction)(void (*)(void))module_look, METH_FASTCALL, NULL},
     {"fall_asleep", (PyCFunction)module_fall_asleep, METH_O, NULL},
     {"ring_bell", (PyCFunction)module_ring_bell, METH_O, NULL},
@@ -535,7 +1027,12 @@ PyMODINIT_FUNC PyInit__ring(void) {
     if (!module) return NULL;
     WriterType = (PyTypeObject *)PyType_FromSpec(&writer_spec);
     ReaderType = (PyTypeObject *)PyType_FromSpec(&reader_spec);
-    if (!WriterType || !ReaderType || PyModule_AddObjectRef(module, "Writer", (PyObject *)WriterType) ||
+    SessionType = (PyTypeObject *)PyType_FromSpec(&session_spec);
+    LaneType = (PyTypeObject *)PyType_FromSpec(&lane_spec);
+    name_of_lane = PyUnicode_InternFromString("lane");
+    if (!WriterType || !ReaderType || !SessionType || !LaneType || !name_of_lane ||
+        PyModule_AddObjectRef(module, "Session", (PyObject *)SessionType) ||
+        PyModule_AddObjectRef(module, "Lane", (PyObject *)LaneType) || PyModule_AddObjectRef(module, "Writer", (PyObject *)WriterType) ||
         PyModule_AddObjectRef(module, "Reader", (PyObject *)ReaderType) || PyModule_AddIntConstant(module, "VERSION", VERSION)) {
         Py_DECREF(module);
         return NULL;

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from attrs import define
 
 if TYPE_CHECKING:
-    from monarch.transports.ring import Reader
+    from monarch.transports.ring import Lane, Reader, Session
 
 Buffer = bytes | bytearray | memoryview
 """Contiguous bytes. `memoryview`s are one-dimensional, of format B."""
@@ -66,6 +66,15 @@ class Link(Protocol):
         in any way: some links are signalled as writable, others as readable, when there is room again."""
         ...
 
+    def lane(self, session: Session, most_bytes: int) -> Lane | None:
+        """A shorter way for small messages of `session`, the only one that this link carries: see `transports.ring`.
+        None: there is none, yet. It ends with the link.
+
+        Args:
+            most_bytes: who sends is told when more than so much is not acknowledged.
+        """
+        ...
+
     def send_nowait(self, frames: Sequence[Sequence[Buffer]]) -> int:
         """Take as many whole frames, in order, as there is room for, and return how many were taken.
 
@@ -104,6 +113,10 @@ class Link(Protocol):
     def abort(self) -> None:
         """End at once; what is in flight is lost and the peer sees a severed link."""
         ...
+
+
+def no_lane(link: Link, session: Session, most_bytes: int) -> None:
+    """`Link.lane` of links that have none."""
 
 
 class Listener(Protocol):

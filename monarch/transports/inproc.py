@@ -22,7 +22,7 @@ from typing import ClassVar, Final
 from attrs import define, field
 
 from monarch.errors import AuthenticationError, LinkClosed, LinkSevered, TransportError
-from monarch.transports.base import Buffer, Frame, Inherit, Link, Memory, Viability
+from monarch.transports.base import Buffer, Frame, Inherit, Link, Memory, Viability, no_lane
 from monarch.transports.framing import BIG_BYTES
 from monarch.transports.url import parse
 
@@ -101,6 +101,7 @@ class InprocLink:
     """One end of a pair."""
 
     ring: ClassVar[None] = None
+    lane = no_lane
     peer: str
     outgoing: Direction
     incoming: Direction

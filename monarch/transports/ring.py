@@ -11,18 +11,27 @@ finds it asleep, is to wake it (`rouse`). One that is awake costs its writer no 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Final
 
 from monarch.transports.segments import Mapping
 
 if TYPE_CHECKING:
+    from monarch.transports._ring import Lane as Lane
     from monarch.transports._ring import Reader as Reader
+    from monarch.transports._ring import Session as Session
     from monarch.transports._ring import Writer as Writer
 
 _DATA_BYTES: Final = 128 << 10
 """Frames of more than an eighth of it go another way."""
 _HEAD_BYTES: Final = 256
-_VERSION: Final = 5
+_VERSION: Final = 6
+
+FULL: Final = 2
+"""What `post` says when it has sent, and who sends is to wait for room."""
+
+Targets = tuple[tuple[Any, Iterator[int] | None, int, int], ...]
+"""Receivers of one message, each: (who has its `lane`, where its number comes from, process, rank)."""
 
 try:
     from monarch.transports import _ring as compiled
@@ -70,8 +79,14 @@ def _mapped(fd: int) -> tuple[object, Mapping]:
     return mapping.marks, mapping
 
 
+def _no_post(*_: object) -> int:
+    return 0
+
+
+post = _no_post if compiled is None else compiled.post
 if compiled is not None:  # what every message calls, as it is; see `_ring.pyi`
     look = compiled.look
     fall_asleep = compiled.fall_asleep
     ring_bell = compiled.ring_bell
     take_bell = compiled.take_bell
+    lane = compiled.Lane

@@ -40,7 +40,7 @@ from monarch.transports.framing import BIG_BYTES, FrameDecoder
 from monarch.transports.stream import StreamLink
 
 if TYPE_CHECKING:
-    from monarch.transports.ring import Reader, Writer
+    from monarch.transports.ring import Lane, Reader, Session, Writer
 
 log = get_logger("monarch.ring")
 
@@ -89,6 +89,7 @@ class RingLink:
         self.flush_nowait = stream.flush_nowait
         self.ring: Reader | None = None
         self._writer: Writer | None = None
+        self._lane: Lane | None = None
         self._send_lock = threading.Lock()
         self._sent = 0  # frames over the stream
         self._received = 0  # likewise
@@ -131,7 +132,7 @@ class RingLink:
                 return self._send(frames)
             count, sent, pushed = len(frames), 0, 0
             while sent < count and not stream.out:
-                more = writer.push(frames[sent:] if sent else frames, self._sent)  # type: ignore[arg-type]
+                more = writer.push(frames[sent:] if sent else frames)  # type: ignore[arg-type]
                 sent, pushed = sent + more, pushed + more
                 if sent == count or max(map(len, frames[sent]), default=0) < BIG_BYTES:
                     break  # all are out, or the ring is full
@@ -145,17 +146,27 @@ class RingLink:
         """Over the stream."""
         mark = self._mark()
         taken = self._stream.send_nowait([[mark, *frame] for frame in frames])
-        self._sent += taken
+        self._count_sent(taken)
         return taken
+
+    def _count_sent(self, frames: int) -> None:
+        self._sent += frames
+        if self._writer is not None:
+            self._writer.after = self._sent
 
     def _send_large(self, writer: Writer, frame: Sequence[Buffer]) -> bool:
         """Whether its parts lie elsewhere, and the rest fitted into the ring. The stream takes it otherwise."""
         buffers = self._stream.encode([[self._mark(), *frame]])
-        if len(buffers) == 1 and not self._carrier.departing and writer.push([bytes(buffers[0])], self._sent):
+        if len(buffers) == 1 and not self._carrier.departing and writer.push([bytes(buffers[0])]):
             return True
         self._stream.send_encoded(buffers)
-        self._sent += 1
+        self._count_sent(1)
         return False
+
+    def lane(self, session: Session, most_bytes: int) -> Lane | None:
+        if self._lane is None and self._writer is not None:
+            self._lane = ring.lane(self._writer, session, self._fd, most_bytes)
+        return self._lane
 
     def _mark(self) -> bytes:
         return _START if self._writer is None else _MARK.pack(self._writer.position)
@@ -185,7 +196,7 @@ class RingLink:
             if reader is not None:
                 frames += self._pop(reader)
         except TransportError:
-            self._writer = None
+            self._stop_writing()
             if reader is not None:
                 while left := self._pop(reader):  # what was pushed before the end
                     frames += left
@@ -224,15 +235,22 @@ class RingLink:
             return
         try:
             self._writer = ring.accept(fd)
+            self._writer.after = self._sent
         except (OSError, ValueError) as error:
             log.info("ring.refused", peer=self.peer, error=str(error))
 
     # ---- the end
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        self._writer = None
+        self._stop_writing()
         return self._stream.close(timeout_s)
 
     def abort(self) -> None:
-        self._writer = None
+        self._stop_writing()
         self._stream.abort()
+
+    def _stop_writing(self) -> None:
+        self._writer = None
+        if self._lane is not None:
+            self._lane.close()
+            self._lane = None

@@ -41,7 +41,7 @@ def ends():
 def test_frames_come_out_as_they_were_pushed(ends):
     writer, reader = ends
     frames = [[], [b""], [b"a", b"", b"bc"], (bytearray(b"x" * 1000), memoryview(b"yz")), [b"p"] * 32]
-    assert writer.push(frames, 0) == len(frames)
+    assert writer.push(frames) == len(frames)
     assert plain(reader.pop(0)) == plain(frames)
     assert reader.pop(0) == [] and reader.position == writer.position
 
@@ -50,7 +50,7 @@ def test_frames_come_out_as_they_were_pushed(ends):
 @pytest.mark.parametrize("frame", [[b"x" * 17_000], [b"p"] * 33, [bytes(9000), bytes(9000)]])
 def test_what_is_too_large_is_left_to_others(ends, frame):
     writer, reader = ends
-    assert writer.push([[b"before"], frame, [b"behind"]], 0) == 1
+    assert writer.push([[b"before"], frame, [b"behind"]]) == 1
     assert reader.pop(0) == [[b"before"]]
 
 
@@ -61,7 +61,7 @@ def test_a_full_ring_takes_what_fits_and_has_room_again(ends):
     sent, got = [], []
     for turn in range(400):  # around the ring many times, with records of all sizes at its edge
         frames = [[b"%d" % turn, bytes(chance.choice([0, 1, 7, 8, 100, 3000, 15_000]))] for _ in range(20)]
-        taken = writer.push(frames, 0)
+        taken = writer.push(frames)
         sent += frames[:taken]
         if taken < 20 or chance.random() < 0.3:
             got += reader.pop(0)
@@ -72,8 +72,9 @@ def test_a_full_ring_takes_what_fits_and_has_room_again(ends):
 @compiled
 def test_a_frame_waits_for_those_that_come_another_way(ends):
     writer, reader = ends
-    writer.push([[b"first"]], 0)
-    writer.push([[b"third"]], 1)
+    writer.push([[b"first"]])
+    writer.after = 1
+    writer.push([[b"third"]])
     assert reader.pop(0) == [[b"first"]]
     assert ring.fall_asleep((reader,)) == []  # there is nothing to do yet
     assert reader.pop(1) == [[b"third"]]
@@ -83,13 +84,13 @@ def test_a_frame_waits_for_those_that_come_another_way(ends):
 def test_only_a_sleeper_is_to_be_woken_and_once(ends):
     writer, reader = ends
     reader.attended = True
-    writer.push([[b"a"]], 0)
+    writer.push([[b"a"]])
     assert writer.rouse() and not writer.rouse()  # until somebody looks
     assert reader.was_rung()
     assert ring.fall_asleep((reader,)) == [0] and not writer.rouse()  # it may not sleep
     reader.pop(0)
     assert ring.fall_asleep((reader,)) == []
-    writer.push([[b"b"]], 0)
+    writer.push([[b"b"]])
     assert not reader.was_rung() and writer.rouse() and not writer.rouse()
     assert reader.was_rung() and not reader.was_rung()
 
@@ -98,7 +99,7 @@ def test_only_a_sleeper_is_to_be_woken_and_once(ends):
 def test_whoever_polls_only_the_descriptor_is_put_to_sleep_by_the_last_pop(ends):
     writer, reader = ends
     assert reader.pop(0) == []
-    writer.push([[b"a"]], 0)
+    writer.push([[b"a"]])
     assert writer.rouse()
 
 
@@ -109,7 +110,7 @@ def test_a_look_finds_what_is_in_a_ring_and_what_a_descriptor_has(ends):
     epoll = select.epoll()
     epoll.register(fd, select.EPOLLIN)
     assert ring.look((reader,), epoll.fileno(), 1e-4, bell)[0] is None
-    writer.push([[b"a"]], 0)
+    writer.push([[b"a"]])
     assert ring.look((reader,), epoll.fileno(), WAIT_S, bell)[0] == [0]
     reader.pop(0)
     os.eventfd_write(fd, 1)
@@ -149,7 +150,7 @@ def test_what_is_no_bell_is_refused(bell):
 def test_what_is_no_frame_is_refused_and_nothing_outside_is_read(garbage):
     memory = mmap.mmap(-1, 256 + 4096)
     writer, reader = ring.compiled.Writer(memory, None), ring.compiled.Reader(memory, None)
-    assert writer.push([[b"good"], [bytes(40)]], 0) == 2
+    assert writer.push([[b"good"], [bytes(40)]]) == 2
     memory[256 + 24 : 256 + 24 + len(garbage)] = garbage
     assert reader.pop(0) == [[b"good"]]
     with pytest.raises(ValueError, match="no frame"):
@@ -160,7 +161,7 @@ def test_what_is_no_frame_is_refused_and_nothing_outside_is_read(garbage):
 def test_what_is_encoded_is_decoded_where_it_comes_out(ends):
     writer, reader = ends
     reader.decode = lambda encoded: [b"decoded", encoded]
-    assert writer.push([[b"a"], b"abc", b"", [b"b"]], 0) == 4
+    assert writer.push([[b"a"], b"abc", b"", [b"b"]]) == 4
     assert reader.pop(0) == [[b"a"], [b"decoded", b"abc"], [b"decoded", b""], [b"b"]]
 
 
@@ -170,7 +171,7 @@ def test_a_pop_ends_with_some_large_frames_only_where_a_poller_looks_again(ends)
     large = memoryview(bytearray(3 << 20))
     reader.decode = lambda encoded: [encoded, large]
     for _ in range(2):
-        assert writer.push([b"%d" % n for n in range(5)], 0) == 5
+        assert writer.push([b"%d" % n for n in range(5)]) == 5
         reader.attended = not reader.attended
         taken = []
         while frames := reader.pop(0):
@@ -185,7 +186,7 @@ def test_what_cannot_be_decoded_is_told_after_what_came_before(ends):
     def refuse(encoded: bytes) -> list[bytes]:
         raise RemoteProtocolError("a number that is none")
 
-    writer.push([[b"a"], b"abc"], 0)
+    writer.push([[b"a"], b"abc"])
     assert reader.pop(0) == [[b"a"]]
     with pytest.raises(ValueError, match="no frame"):
         reader.pop(0)  # nobody says how
@@ -221,15 +222,15 @@ def test_memory_of_another_size_is_refused(size):
 @compiled
 def test_a_forked_child_has_nothing_to_do_with_it(ends):
     writer, reader = ends
-    writer.push([[b"before"]], 0)
+    writer.push([[b"before"]])
     assert reader.pop(0) == [[b"before"]]
-    writer.push([[b"a"]], 0)
+    writer.push([[b"a"]])
     child = os.fork()
     if child == 0:
         with suppress(ValueError):  # it finds an empty ring at another place
             if reader.pop(0):
                 os._exit(1)
-        writer.push([[b"of the child"]], 0)
+        writer.push([[b"of the child"]])
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     assert reader.pop(0) == [[b"a"]] and reader.pop(0) == []

@@ -7,11 +7,12 @@ the parts are is agreed between the layer that encodes and the one that decodes 
 from __future__ import annotations
 
 from struct import Struct
-from typing import Final
+from typing import TYPE_CHECKING, Final, Self
 
 from attrs import define
 
 from monarch.errors import RemoteProtocolError
+from monarch.transports import ring
 from monarch.transports.base import Buffer
 
 HEAD: Final = Struct("<BBHIQQQQQQQ")
@@ -67,12 +68,8 @@ MESSAGE_TTL: Final = 64
 
 
 @define(eq=False)
-class Envelope:
-    """One message. `reply_port` is a port of the sender's process, 0 for none; `rank` is the receiver's number in the
-    view that was called, and in a reply the number of the one who replies. `chain` are the calls that led to this one
-    (see `core.chain`); empty for what comes from outside of actors, or has no answer that somebody could wait for.
-    `via` is the process by which it came, where that was not the sender, and by which the answer goes; it does not
-    travel."""
+class _Fields:
+    """What an `Envelope` has; so it is in the compiled part, too."""
 
     kind: int
     dst_proc: int
@@ -88,6 +85,42 @@ class Envelope:
     ttl: int = MESSAGE_TTL
     chain: bytes = b""
     via: int = 0
+
+    @classmethod
+    def parse(cls, frame: list[Buffer]) -> Self:
+        """The envelope of a frame `[head, *parts]`; the parts are not copied.
+
+        Raises:
+            RemoteProtocolError: the head is not one.
+        """
+        head = frame[0] if frame else b""
+        if len(head) != HEAD.size:
+            raise RemoteProtocolError(f"a message head of {len(head)} bytes, not {HEAD.size}")
+        kind, flags, ttl, rank, dst_proc, dst_actor, dst_port, src_proc, src_actor, seq, reply = HEAD.unpack(head)
+        parts = frame[1:]
+        chain = b""
+        if flags & Flag.CHAINED:
+            if not parts:
+                raise RemoteProtocolError("a message without the chain that it announces")
+            chain = bytes(parts.pop())
+            flags &= ~Flag.CHAINED
+        return cls(kind, dst_proc, dst_actor, dst_port, src_proc, src_actor, parts, flags, rank, seq, reply, ttl, chain)
+
+
+if TYPE_CHECKING or ring.compiled is None:
+    _Base = _Fields
+else:
+    _Base = ring.compiled.Envelope
+
+
+class Envelope(_Base):
+    """One message. `reply_port` is a port of the sender's process, 0 for none; `rank` is the receiver's number in the
+    view that was called, and in a reply the number of the one who replies. `chain` are the calls that led to this one
+    (see `core.chain`); empty for what comes from outside of actors, or has no answer that somebody could wait for.
+    `via` is the process by which it came, where that was not the sender, and by which the answer goes; it does not
+    travel."""
+
+    __slots__ = ()
 
     @property
     def call(self) -> CallKey:
@@ -165,25 +198,3 @@ class Envelope:
     @property
     def size_bytes(self) -> int:
         return HEAD.size + sum(len(part) for part in self.parts)
-
-
-def parse(frame: list[Buffer]) -> Envelope:
-    """The envelope of a frame `[head, *parts]`; the parts are not copied.
-
-    Raises:
-        RemoteProtocolError: the head is not one.
-    """
-    head = frame[0] if frame else b""
-    if len(head) != HEAD.size:
-        raise RemoteProtocolError(f"a message head of {len(head)} bytes, not {HEAD.size}")
-    kind, flags, ttl, rank, dst_proc, dst_actor, dst_port, src_proc, src_actor, seq, reply = HEAD.unpack(head)
-    parts = frame[1:]
-    chain = b""
-    if flags & Flag.CHAINED:
-        if not parts:
-            raise RemoteProtocolError("a message without the chain that it announces")
-        chain = bytes(parts.pop())
-        flags &= ~Flag.CHAINED
-    return Envelope(
-        kind, dst_proc, dst_actor, dst_port, src_proc, src_actor, parts, flags, rank, seq, reply, ttl, chain
-    )

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any
 
 from monarch.core.driver import Driver
-from monarch.core.envelope import Envelope, parse
+from monarch.core.envelope import Envelope
 from monarch.core.ids import ProcId
 from monarch.core.limits import Limits
 from monarch.core.peer import Peer
 from monarch.core.protocol import FrameType, frame_type
 from monarch.log import get_logger
-from monarch.transports.base import Frame
 
 log = get_logger("monarch.intake")
 
@@ -41,8 +41,9 @@ class Intake:
         self._deliver, self._pass_on, self._call_later = deliver, pass_on, call_later
         self._owing_acks: set[Peer] = set()
 
-    def take(self, peer: Peer, frames: Sequence[Frame]) -> None:
-        """Frames of `peer`'s session, oldest first.
+    def take(self, peer: Peer, frames: list[Any]) -> None:
+        """Frames of `peer`'s session, oldest first; in place of some the `Envelope`s that the link has made of them,
+        which it has accepted: see `Link.carry`.
 
         Raises:
             ProtocolError: they make no sense.
@@ -56,27 +57,28 @@ class Intake:
         if not self._driver.leads_aside:
             peer.burst = 0
         session = peer.session
-        received = session.received
+        at = 0
         try:
-            for frame in frames:
-                received = session.received
-                inner = session.accept(frame, now_s)
-                if inner is not None:
-                    envelope = parse(inner)
+            for at, frame in enumerate(frames):
+                if type(frame) is not Envelope:
+                    if (inner := session.accept(frame, now_s)) is not None:
+                        frames[at] = frame = Envelope.parse(inner)
+                if type(frame) is Envelope:
                     try:
-                        if envelope.dst_proc == self._key:
-                            self._deliver(envelope)
+                        if frame.dst_proc == self._key:
+                            self._deliver(frame)
                         else:
-                            self._pass_on(envelope)
+                            self._pass_on(frame)
                     except Exception:  # a bug above must not cost the messages behind this one
-                        log.exception("message.failed", proc=str(self._uid), kind=envelope.kind)
+                        log.exception("message.failed", proc=str(self._uid), kind=frame.kind)
                 elif frame_type(frame) == FrameType.GOODBYE:
                     peer.said_goodbye = True
                     peer.say(FrameType.ACK)
                 elif frame_type(frame) == FrameType.HEARTBEAT:
                     peer.say(FrameType.ACK)
         except BaseException:
-            session.received = received  # an interrupt: this frame comes again on the next link
+            # An interrupt: this message comes again on the next link, and with it those that were accepted behind it.
+            session.received -= sum(type(frame) is Envelope for frame in frames[at:])
             raise
         if peer.waiting_for_room:
             peer.tell_of_room()

@@ -169,8 +169,7 @@ class Peer:
         """Whatever was sent before is on its way: what comes may use the link's lane, if it has one."""
         link = self.link
         if link is not None and not self.outbox and not link.blocked:
-            if self.lane is None:
-                self.lane = link.lane(self.session, self.send_buffer_bytes)
+            self.lane = link.lane
             if self.lane is not None:
                 self.lane.open = True
 
@@ -269,6 +268,7 @@ class Peer:
         """
         frames = self.session.resume(hello.received)
         self.take_link()
+        link.carry(self.session, self.send_buffer_bytes)
         self.link, self.we_dialed = link, we_dialed
         self.address, self.pid, self.host = hello.address, hello.pid, hello.host
         self.steady, self.heard = hello.steady, True

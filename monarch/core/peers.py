@@ -22,7 +22,7 @@ from typing import Final
 from monarch.core import goodbye
 from monarch.core.address import EVERYWHERE
 from monarch.core.dialer import Dialer
-from monarch.core.envelope import Envelope, Flag, parse
+from monarch.core.envelope import Envelope, Flag
 from monarch.core.heartbeats import Heartbeats
 from monarch.core.ids import ProcId
 from monarch.core.intake import Intake
@@ -348,7 +348,7 @@ class Peers:
             undelivered = peer.abandon()
             waiting = peer.waiters()
         for parts in undelivered:
-            envelope = parse(parts)
+            envelope = Envelope.parse(parts)
             if peer.pid:
                 envelope.flags |= Flag.UNSURE  # it was up once: what it took in may have been acknowledged too late
             self._bounce(envelope, down)

@@ -21,10 +21,11 @@ from collections import deque
 from collections.abc import Mapping
 from enum import IntEnum
 from struct import Struct
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from attrs import define, field
 
+from monarch.core.envelope import Envelope
 from monarch.errors import RemoteProtocolError
 from monarch.transports import ring
 from monarch.transports.base import Buffer, Frame
@@ -228,6 +229,9 @@ class Session(_Base):
     """One peer's numbering. Whoever calls `wrap` holds the peer's send lock; `accept` is the driving thread's."""
 
     __slots__ = ()
+
+    message: ClassVar = Envelope
+    """What the compiled part makes of a frame."""
 
     def wrap(self, parts: list[Buffer], size_bytes: int) -> Frame:
         """Number `parts` (`[head, ...]`) and keep them until they are acknowledged; returns the frame to send."""

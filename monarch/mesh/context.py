@@ -195,7 +195,7 @@ class ActorInstance(Spawner, CoreInstance):
         self.post_control(lambda: self.on_undeliverable(envelope, down))
 
 
-@define(frozen=True)
+@define(eq=False)
 class Context:
     """What `context()` gives.
 

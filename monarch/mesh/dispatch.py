@@ -56,6 +56,39 @@ class Waiting:
     concurrent: bool
 
 
+class _Called:
+    """What the description of a call says.
+
+    Attributes:
+        extent: of the view that was called; `points` are its members, those that were needed so far.
+        extra: what the caller wants beside.
+        spec: the endpoint of that name, once it has been looked up.
+    """
+
+    __slots__ = ("extent", "extra", "name", "points", "spec")
+
+    def __init__(self, name: str, labels: tuple[str, ...], sizes: tuple[int, ...], extra: dict[str, Any] | None) -> None:
+        self.name, self.extra = name, extra
+        self.extent = Extent(labels, sizes)
+        self.points: dict[int, Point] = {}
+        self.spec: EndpointSpec | None = None
+
+    def point(self, rank: int) -> Point:
+        self.points[rank] = point = Point(rank, self.extent)
+        return point
+
+
+_forks = 0
+
+
+def _in_forked_child() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_in_forked_child)
+
+
 class ActorBehavior:
     """See the module. `body` is the encoded call `class(*args, **kwargs)`."""
 
@@ -65,9 +98,9 @@ class ActorBehavior:
         self._release = release
         self._class: ActorClass
         self._actor: Any = None
-        self._described: dict[bytes, tuple[str, Extent, dict[str, Any] | None]] = {}
+        self._described: dict[bytes, _Called] = {}
         self._owed: set[Envelope] = set()
-        self._pid = os.getpid()
+        self._forks = _forks
 
     # ---- birth
 
@@ -103,7 +136,8 @@ class ActorBehavior:
 
     def handle(self, envelope: Envelope) -> Waiting | Down | None:
         try:
-            name, extent, extra = self._describe(envelope.parts[0])
+            called = self._describe(envelope.parts[0])
+            name, extra = called.name, called.extra
             port = _IMPLIED if envelope.reply_port else None
             if extra is not None and "reply" in extra:
                 port = codec.decode(extra["reply"])  # the caller's own, see `send`
@@ -115,11 +149,10 @@ class ActorBehavior:
             return None
         instance = self._instance
         try:
-            spec = self._class.endpoints.get(name) if extra is None else self._special(name, extra)
-            if spec is None:
-                raise AttributeError(f"{self._class.name} has no endpoint {name!r}")
+            spec = called.spec or self._look_up(called)
             served = Served(instance, name, envelope, not spec.concurrent)
-            current_context.set(Context(instance, Point(envelope.rank, extent), served))
+            rank = envelope.rank
+            current_context.set(Context(instance, called.points.get(rank) or called.point(rank), served))
             box = self._arguments(envelope, name)
             if spec.sends_itself:
                 box[0] = (self._handed_out(envelope, port), *box[0])
@@ -142,7 +175,7 @@ class ActorBehavior:
             raise
 
     def endpoint_of(self, envelope: Envelope) -> str:
-        name = self._describe(envelope.parts[0])[0]
+        name = self._describe(envelope.parts[0]).name
         return "initialized" if name == READY else name
 
     def _handed_out(self, envelope: Envelope, port: Port[Any] | None) -> Port[Any]:
@@ -155,23 +188,30 @@ class ActorBehavior:
             port._on_use = lambda: self._owed.discard(envelope)
         return port
 
-    def _describe(self, description: Buffer) -> tuple[str, Extent, dict[str, Any] | None]:
+    def _describe(self, description: Buffer) -> _Called:
         """Which endpoint a call is for, the view that was called, and what the caller wants beside."""
         description = bytes(description)
         found = self._described.get(description)
         if found is None:
-            name, labels, sizes, extra = pickle.loads(description)
-            found = (name, Extent(labels, sizes), extra)
-            if len(self._described) < 1024 and (extra is None or not extra.keys() & {"reply", "wrap"}):
+            found = _Called(*pickle.loads(description))
+            if len(self._described) < 1024 and (found.extra is None or not found.extra.keys() & {"reply", "wrap"}):
                 self._described[description] = found
         return found
 
-    def _special(self, name: str, extra: dict[str, Any]) -> EndpointSpec | None:
-        """An endpoint as the caller wants it: one that is not decorated, or with something around its method."""
-        spec = self._class.endpoints.get(name)
+    def _look_up(self, called: _Called) -> EndpointSpec:
+        """An endpoint as the caller wants it: also one that is not decorated, or with something around its method.
+
+        Raises:
+            AttributeError: there is none of that name.
+        """
+        spec = self._class.endpoints.get(called.name)
+        extra = called.extra or {}
         if extra.get("plain"):
-            spec = EndpointSpec.make(name, getattr(self._class.cls, name), extra["port"])
-        return evolve(spec, method=extra["wrap"](spec.method)) if spec is not None and "wrap" in extra else spec
+            spec = EndpointSpec.make(called.name, getattr(self._class.cls, called.name), extra["port"])
+        if spec is None:
+            raise AttributeError(f"{self._class.name} has no endpoint {called.name!r}")
+        called.spec = spec = evolve(spec, method=extra["wrap"](spec.method)) if "wrap" in extra else spec
+        return spec
 
     def _reply_port(self, envelope: Envelope) -> Port[Any]:
         """The port that `envelope` wants its reply at."""
@@ -189,13 +229,12 @@ class ActorBehavior:
     ) -> Down | None:
         instance = self._instance
         instance.serving.append(served)
-        loop = asyncio._get_running_loop()
-        asyncio._set_running_loop(None)
+        instance.hide_loop()
         try:
             kwargs, args = box.pop(), box.pop()
             box.append(spec.method(self._actor, *args, **kwargs))
             del args, kwargs
-            if os.getpid() != self._pid:
+            if _forks != self._forks:
                 self._end_if_forked(None)
         except Exception as error:
             self._end_if_forked(error)
@@ -204,7 +243,6 @@ class ActorBehavior:
             self._end_if_forked(error)
             return self._failed(f"endpoint {spec.name} raised", error)
         finally:
-            asyncio._set_running_loop(loop)
             instance.finished(served)
         if not spec.sends_itself:
             return self._reply(envelope, port, box)
@@ -245,7 +283,7 @@ class ActorBehavior:
     def _end_if_forked(self, error: BaseException | None) -> None:
         """A child that the user forked in an endpoint came out of it: it ends here, as a script would at its last line,
         and does not answer in the actor's name."""
-        if os.getpid() == self._pid:
+        if _forks == self._forks:
             return
         status = 0
         if isinstance(error, SystemExit):

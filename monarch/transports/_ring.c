@@ -15,6 +15,7 @@
 #define Py_LIMITED_API 0x030B0000
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <structmember.h>
 #include <stdarg.h>
 #include <stdatomic.h>
 #include <stdint.h>
@@ -56,6 +57,8 @@ typedef struct {
     Py_buffer memory;
     PyObject *keep;
     PyObject *decode; /* reader: makes the frame of one that is encoded */
+    PyObject *session; /* reader: whose messages come; their type is `envelope` */
+    PyTypeObject *envelope;
     shared *ring;
     char *data;
     uint64_t capacity;
@@ -105,6 +108,8 @@ static void ring_dealloc(Ring *self) {
     if (self->memory.obj) PyBuffer_Release(&self->memory);
     Py_XDECREF(self->keep);
     Py_XDECREF(self->decode);
+    Py_XDECREF(self->session);
+    Py_XDECREF((PyObject *)self->envelope);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
     Py_DECREF(type);
 }
@@ -244,174 +249,6 @@ static int rouse(Ring *self) {
 
 static PyObject *writer_rouse(Ring *self, PyObject *unused) { return is_ready(self) ? PyBool_FromLong(rouse(self)) : NULL; }
 
-/* ---- the reader */
-
-enum { NOTHING, RECORD, BROKEN };
-
-/* The record to pop next, copied, and where it is. NOTHING also where it waits for frames that come another way. Changes
- * nothing that a thread which pops meanwhile could stumble over. */
-static int next_record(Ring *self, struct record *record, uint64_t *at) {
-    uint64_t mine = self->mine, tail = atomic_load_explicit(&self->ring->tail, memory_order_acquire);
-    for (;;) {
-        uint64_t place = mine & (self->capacity - 1), here = self->capacity - place, there = tail - mine;
-        if (!there) return NOTHING;
-        if (there > self->capacity || tail % 8) return BROKEN;
-        memcpy(&record->size, self->data + place, sizeof record->size);
-        if (record->size == SKIP) {
-            if (here > there || !place) return BROKEN;
-            mine += here;
-            continue;
-        }
-        if (record->size < sizeof *record || record->size > here || record->size > there || record->size % 8)
-            return BROKEN;
-        memcpy(record, self->data + place, sizeof *record);
-        *at = mine;
-        return (record->parts & ~ENCODED) > MOST_PARTS ? BROKEN : record->after > self->after ? NOTHING : RECORD;
-    }
-}
-
-static int something_is_there(Ring *self) {
-    struct record record;
-    uint64_t at;
-    return next_record(self, &record, &at) != NOTHING;
-}
-
-/* NULL without an exception: the sizes of its parts are wrong */
-static PyObject *frame_of(const struct record *record, const char *from) {
-    uint32_t sizes[MOST_PARTS], count = record->parts & ~ENCODED;
-    uint64_t left = record->size - sizeof *record;
-    if (left < 4 * (uint64_t)count) return NULL;
-    memcpy(sizes, from, 4 * (size_t)count);
-    from += 4 * (size_t)count;
-    left -= 4 * (uint64_t)count;
-    PyObject *frame = PyList_New(count);
-    for (uint32_t i = 0; frame && i < count; i++) {
-        PyObject *part = sizes[i] <= left ? PyBytes_FromStringAndSize(from, sizes[i]) : NULL;
-        if (!part || PyList_SetItem(frame, i, part)) {
-            Py_DECREF(frame);
-            return NULL;
-        }
-        from += sizes[i];
-        left -= sizes[i];
-    }
-    return frame;
-}
-
-static PyObject *decoded(Ring *self, PyObject *parts) { /* takes `parts` over; NULL without an exception, too */
-    PyObject *frame = NULL;
-    if (parts && self->decode && PyList_Size(parts) == 1)
-        frame = PyObject_CallFunctionObjArgs(self->decode, PyList_GetItem(parts, 0), NULL);
-    Py_XDECREF(parts);
-    return frame;
-}
-
-static int fall_asleep(Ring *self) { /* 0: it may not, something is there */
-    atomic_store_explicit(&self->ring->asleep, 1, memory_order_relaxed);
-    self->armed = 1;
-    atomic_thread_fence(memory_order_seq_cst);
-    return !something_is_there(self);
-}
-
-/* What lies elsewhere may be large: somebody who pops does other things, too, as soon as he has so much of it. */
-static const Py_ssize_t TURN_BYTES = 4 << 20;
-
-static Py_ssize_t bytes_of(PyObject *frame) {
-    Py_ssize_t total = 0;
-    for (Py_ssize_t i = 0; PyList_Check(frame) && i < PyList_Size(frame); i++) {
-        Py_ssize_t size = PyObject_Size(PyList_GetItem(frame, i));
-        if (size < 0) PyErr_Clear(); /* it stands for what is missing */
-        total += size > 0 ? size : 0;
-    }
-    return total;
-}
-
-static PyObject *reader_pop(Ring *self, PyObject *after) {
-    if (!is_ready(self)) return NULL;
-    self->after = PyLong_AsUnsignedLongLong(after);
-    if (PyErr_Occurred()) return NULL;
-    PyObject *frames = PyList_New(0);
-    Py_ssize_t turn = 0;
-    if (!frames) return NULL;
-    while (turn < TURN_BYTES || !self->attended) { /* who is not looked at must not leave anything behind */
-        struct record record;
-        uint64_t at;
-        int found = next_record(self, &record, &at);
-        if (found == NOTHING) {
-            if (self->attended || fall_asleep(self)) return frames;
-            continue;
-        }
-        const char *from = self->data + (at & (self->capacity - 1)) + sizeof record;
-        PyObject *frame = found == RECORD ? frame_of(&record, from) : NULL;
-        if (found == RECORD && record.parts & ENCODED) frame = decoded(self, frame);
-        if (!frame) {
-            if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "what lies in the ring is no frame");
-            break;
-        }
-        int failed = PyList_Append(frames, frame);
-        if (record.parts & ENCODED) turn += bytes_of(frame);
-        Py_DECREF(frame);
-        if (failed) break;
-        self->mine = at + record.size;
-        atomic_store_explicit(&self->ring->head, self->mine, memory_order_release);
-    }
-    if (PyList_Size(frames)) { /* the error comes again, with the next call */
-        PyErr_Clear();
-        return frames;
-    }
-    Py_DECREF(frames);
-    return NULL;
-}
-
-static PyObject *reader_was_rung(Ring *self, PyObject *unused) {
-    if (!is_ready(self)) return NULL;
-    if (!self->armed || atomic_load_explicit(&self->ring->asleep, memory_order_relaxed)) Py_RETURN_FALSE;
-    self->armed = 0;
-    Py_RETURN_TRUE;
-}
-
-static PyObject *reader_attended(Ring *self, void *closure) { return PyBool_FromLong(self->attended); }
-
-static int reader_attend(Ring *self, PyObject *value, void *closure) {
-    int attended = value ? PyObject_IsTrue(value) : 0;
-    if (attended < 0) return -1;
-    self->attended = (char)attended;
-    return 0;
-}
-
-static PyObject *reader_decode(Ring *self, void *closure) {
-    PyObject *decode = self->decode ? self->decode : Py_None;
-    Py_INCREF(decode);
-    return decode;
-}
-
-static int reader_decode_by(Ring *self, PyObject *value, void *closure) {
-    PyObject *old = self->decode;
-    Py_XINCREF(value);
-    self->decode = value;
-    Py_XDECREF(old);
-    return 0;
-}
-
-/* ---- the bell: a frame of no parts on the stream, all of it at once or nothing */
-
-static int ring_bell(int fd) {
-    uint32_t bell = 0;
-    return send(fd, &bell, sizeof bell, MSG_DONTWAIT | MSG_NOSIGNAL) == sizeof bell;
-}
-
-static PyObject *module_ring_bell(PyObject *module, PyObject *arg) {
-    long fd = PyLong_AsLong(arg);
-    return PyErr_Occurred() ? NULL : PyBool_FromLong(ring_bell((int)fd));
-}
-
-static PyObject *module_take_bell(PyObject *module, PyObject *arg) {
-    uint32_t bell = 1;
-    long fd = PyLong_AsLong(arg);
-    if (PyErr_Occurred()) return NULL;
-    if (recv((int)fd, &bell, sizeof bell, MSG_DONTWAIT | MSG_PEEK) != sizeof bell || bell) Py_RETURN_FALSE;
-    return PyBool_FromLong(recv((int)fd, &bell, sizeof bell, MSG_DONTWAIT) == sizeof bell);
-}
-
 /* ---- a session: see monarch/core/protocol.py, which has the same in Python */
 
 enum { HEAD_OF_SESSION = 24, HEAD_OF_MESSAGE = 64, DATA = 2 }; /* and the kind of a frame that carries a message */
@@ -431,7 +268,7 @@ typedef struct {
     size_t first, count, room;        /* a power of two, of which `count` are in use, from `first` on */
 } Session;
 
-static PyTypeObject *SessionType, *LaneType;
+static PyTypeObject *SessionType, *LaneType, *EnvelopeType;
 
 static void *new_of(PyTypeObject *type) { return ((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0); }
 
@@ -560,6 +397,15 @@ static PyObject *session_unacked(Session *self, void *closure) {
     return found;
 }
 
+static void took(Session *self, uint64_t number, Py_ssize_t bytes, double now_s) {
+    self->received = number;
+    if (self->ack_due_s < 0) {
+        self->ack_due_s = now_s + self->ack_interval_s;
+        self->unacknowledged_bytes = 0;
+    }
+    self->unacknowledged_bytes += bytes;
+}
+
 static PyObject *session_accept(Session *self, PyObject *const *args, Py_ssize_t n) {
     if (n != 2 || !PyList_Check(args[0])) {
         PyErr_SetString(PyExc_TypeError, "accept(frame, now_s): a frame is a list");
@@ -603,12 +449,7 @@ static PyObject *session_accept(Session *self, PyObject *const *args, Py_ssize_t
             if (each < 0) PyErr_Clear();
             bytes += each > 0 ? each : 0;
         }
-        self->received = number;
-        if (self->ack_due_s < 0) {
-            self->ack_due_s = now_s + self->ack_interval_s;
-            self->unacknowledged_bytes = 0;
-        }
-        self->unacknowledged_bytes += bytes;
+        took(self, number, bytes, now_s);
         if (PyList_SetItem(frame, 0, inner)) return NULL;
         Py_INCREF(frame);
     } else {
@@ -630,6 +471,309 @@ static PyObject *session_ack_due(Session *self, PyObject *now) {
 
 static PyObject *session_owes_ack(Session *self, void *closure) {
     return PyBool_FromLong(self->received != self->acknowledged);
+}
+
+static PyObject *session_sent(Session *self, void *closure) { return PyLong_FromUnsignedLongLong(self->sent); }
+static PyObject *session_received(Session *self, void *closure) { return PyLong_FromUnsignedLongLong(self->received); }
+static PyObject *session_unacked_bytes(Session *self, void *closure) { return PyLong_FromSsize_t(self->unacked_bytes); }
+
+static int session_receive(Session *self, PyObject *value, void *closure) {
+    uint64_t received = value ? PyLong_AsUnsignedLongLong(value) : 0;
+    if (PyErr_Occurred()) return -1;
+    self->received = received;
+    return 0;
+}
+
+/* ---- an envelope: see monarch/core/envelope.py, which has the same in Python */
+
+enum { CHAINED = 128, MESSAGE_TTL = 64 };
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *parts, *chain;
+    unsigned long long dst_proc, dst_actor, dst_port, src_proc, src_actor, seq, reply_port, via;
+    unsigned int rank;
+    unsigned short ttl;
+    unsigned char kind, flags;
+} Envelope;
+
+static PyObject *envelope_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"kind", "dst_proc", "dst_actor", "dst_port",   "src_proc", "src_actor", "parts", "flags",
+                            "rank", "seq",      "reply_port", "ttl", "chain", "via",      NULL};
+    Envelope *self = new_of(type);
+    if (!self) return NULL;
+    self->ttl = MESSAGE_TTL;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "BKKKKKO|BIKKHSK", names, &self->kind, &self->dst_proc, &self->dst_actor,
+                                     &self->dst_port, &self->src_proc, &self->src_actor, &self->parts, &self->flags,
+                                     &self->rank, &self->seq, &self->reply_port, &self->ttl, &self->chain, &self->via)) {
+        self->parts = self->chain = NULL;
+        Py_DECREF((PyObject *)self);
+        return NULL;
+    }
+    Py_INCREF(self->parts);
+    if (self->chain) Py_INCREF(self->chain);
+    else self->chain = PyBytes_FromStringAndSize(NULL, 0);
+    return (PyObject *)self;
+}
+
+static void envelope_dealloc(Envelope *self) {
+    Py_XDECREF(self->parts);
+    Py_XDECREF(self->chain);
+    free_of((PyObject *)self);
+}
+
+/* Of a head, which has been checked for its size, and the list of parts behind it, which this takes over. */
+static PyObject *envelope_of(PyTypeObject *type, const char *head, PyObject *parts) {
+    Envelope *self = new_of(type);
+    uint64_t fields[7];
+    if (!self) {
+        Py_DECREF(parts);
+        return NULL;
+    }
+    self->parts = parts;
+    self->kind = (unsigned char)head[0];
+    self->flags = (unsigned char)head[1] & ~CHAINED;
+    memcpy(&self->ttl, head + 2, 2);
+    memcpy(&self->rank, head + 4, 4);
+    memcpy(fields, head + 8, sizeof fields);
+    self->dst_proc = fields[0], self->dst_actor = fields[1], self->dst_port = fields[2], self->src_proc = fields[3];
+    self->src_actor = fields[4], self->seq = fields[5], self->reply_port = fields[6];
+    if (head[1] & CHAINED) {
+        Py_ssize_t last = PyList_Size(parts) - 1;
+        if (last < 0) protocol_error("a message without the chain that it announces");
+        else if ((self->chain = PyBytes_FromObject(PyList_GetItem(parts, last)))) PyList_SetSlice(parts, last, last + 1, NULL);
+    } else self->chain = PyBytes_FromStringAndSize(NULL, 0);
+    if (!self->chain) {
+        Py_DECREF((PyObject *)self);
+        return NULL;
+    }
+    return (PyObject *)self;
+}
+
+static PyObject *envelope_parse(PyObject *type, PyObject *frame) {
+    Py_ssize_t count = PyList_Check(frame) ? PyList_Size(frame) : 0;
+    Py_buffer view;
+    if (!count) return protocol_error("a message head of 0 bytes, not %d", HEAD_OF_MESSAGE);
+    if (PyObject_GetBuffer(PyList_GetItem(frame, 0), &view, PyBUF_SIMPLE)) return NULL;
+    PyObject *found = NULL, *parts = view.len == HEAD_OF_MESSAGE ? PyList_GetSlice(frame, 1, count) : NULL;
+    if (parts) found = envelope_of((PyTypeObject *)type, view.buf, parts);
+    else if (!PyErr_Occurred()) protocol_error("a message head of %zd bytes, not %d", view.len, HEAD_OF_MESSAGE);
+    PyBuffer_Release(&view);
+    return found;
+}
+
+/* ---- the reader */
+
+enum { NOTHING, RECORD, BROKEN };
+
+/* The record to pop next, copied, and where it is. NOTHING also where it waits for frames that come another way. Changes
+ * nothing that a thread which pops meanwhile could stumble over. */
+static int next_record(Ring *self, struct record *record, uint64_t *at) {
+    uint64_t mine = self->mine, tail = atomic_load_explicit(&self->ring->tail, memory_order_acquire);
+    for (;;) {
+        uint64_t place = mine & (self->capacity - 1), here = self->capacity - place, there = tail - mine;
+        if (!there) return NOTHING;
+        if (there > self->capacity || tail % 8) return BROKEN;
+        memcpy(&record->size, self->data + place, sizeof record->size);
+        if (record->size == SKIP) {
+            if (here > there || !place) return BROKEN;
+            mine += here;
+            continue;
+        }
+        if (record->size < sizeof *record || record->size > here || record->size > there || record->size % 8)
+            return BROKEN;
+        memcpy(record, self->data + place, sizeof *record);
+        *at = mine;
+        return (record->parts & ~ENCODED) > MOST_PARTS ? BROKEN : record->after > self->after ? NOTHING : RECORD;
+    }
+}
+
+static int something_is_there(Ring *self) {
+    struct record record;
+    uint64_t at;
+    return next_record(self, &record, &at) != NOTHING;
+}
+
+/* The parts of a record from the `first` on; NULL without an exception: their sizes are wrong */
+static PyObject *frame_of(const struct record *record, const char *from, uint32_t first) {
+    uint32_t sizes[MOST_PARTS], count = record->parts & ~ENCODED;
+    uint64_t left = record->size - sizeof *record;
+    if (left < 4 * (uint64_t)count) return NULL;
+    memcpy(sizes, from, 4 * (size_t)count);
+    from += 4 * (size_t)count;
+    left -= 4 * (uint64_t)count;
+    PyObject *frame = PyList_New(count - first);
+    for (uint32_t i = 0; frame && i < count; i++) {
+        if (sizes[i] > left) Py_CLEAR(frame);
+        else if (i >= first) {
+            PyObject *part = PyBytes_FromStringAndSize(from, sizes[i]);
+            if (!part || PyList_SetItem(frame, i - first, part)) Py_CLEAR(frame);
+        }
+        from += sizes[i];
+        left -= sizes[i];
+    }
+    return frame;
+}
+
+/* The next message of the session, where a record is one, and nothing is wrong with it; Python looks at all others. NULL
+ * without an exception: it is none. */
+static PyObject *message_of(Ring *self, const struct record *record, const char *from, uint64_t *acknowledged) {
+    Session *session = (Session *)self->session;
+    uint32_t first, count = record->parts;
+    uint64_t number, known;
+    if (!session || count & ENCODED || !count || record->size < sizeof *record + 4 * count) return NULL;
+    memcpy(&first, from, 4);
+    const char *head = from + 4 * count;
+    if (first != HEAD_OF_SESSION + HEAD_OF_MESSAGE || record->size - sizeof *record - 4 * count < first || head[0] != DATA)
+        return NULL;
+    memcpy(&number, head + 8, 8);
+    memcpy(&known, head + 16, 8);
+    if (number != session->received + 1 || known > session->sent) return NULL;
+    PyObject *parts = frame_of(record, from, 1);
+    PyObject *message = parts ? envelope_of(self->envelope, head + HEAD_OF_SESSION, parts) : NULL;
+    if (message) {
+        took(session, number, record->size, (double)now_ns() * 1e-9);
+        *acknowledged = known;
+    }
+    return message;
+}
+
+static PyObject *decoded(Ring *self, PyObject *parts) { /* takes `parts` over; NULL without an exception, too */
+    PyObject *frame = NULL;
+    if (parts && self->decode && PyList_Size(parts) == 1)
+        frame = PyObject_CallFunctionObjArgs(self->decode, PyList_GetItem(parts, 0), NULL);
+    Py_XDECREF(parts);
+    return frame;
+}
+
+static int fall_asleep(Ring *self) { /* 0: it may not, something is there */
+    atomic_store_explicit(&self->ring->asleep, 1, memory_order_relaxed);
+    self->armed = 1;
+    atomic_thread_fence(memory_order_seq_cst);
+    return !something_is_there(self);
+}
+
+/* What lies elsewhere may be large: somebody who pops does other things, too, as soon as he has so much of it. */
+static const Py_ssize_t TURN_BYTES = 4 << 20;
+
+static Py_ssize_t bytes_of(PyObject *frame) {
+    Py_ssize_t total = 0;
+    for (Py_ssize_t i = 0; PyList_Check(frame) && i < PyList_Size(frame); i++) {
+        Py_ssize_t size = PyObject_Size(PyList_GetItem(frame, i));
+        if (size < 0) PyErr_Clear(); /* it stands for what is missing */
+        total += size > 0 ? size : 0;
+    }
+    return total;
+}
+
+static PyObject *reader_pop(Ring *self, PyObject *after) {
+    if (!is_ready(self)) return NULL;
+    self->after = PyLong_AsUnsignedLongLong(after);
+    if (PyErr_Occurred()) return NULL;
+    PyObject *frames = PyList_New(0), *session = self->session;
+    Py_ssize_t turn = 0;
+    uint64_t acknowledged = 0;
+    if (!frames) return NULL;
+    Py_XINCREF(session);
+    while (turn < TURN_BYTES || !self->attended) { /* who is not looked at must not leave anything behind */
+        struct record record;
+        uint64_t at;
+        int found = next_record(self, &record, &at);
+        if (found == NOTHING) {
+            if (!self->attended && !fall_asleep(self)) continue;
+            if (acknowledged) forget_until((Session *)session, acknowledged); /* last: see there */
+            Py_XDECREF(session);
+            return frames;
+        }
+        const char *from = self->data + (at & (self->capacity - 1)) + sizeof record;
+        PyObject *frame = found == RECORD ? message_of(self, &record, from, &acknowledged) : NULL;
+        if (found == RECORD && !frame && !PyErr_Occurred()) frame = frame_of(&record, from, 0);
+        if (found == RECORD && record.parts & ENCODED) frame = decoded(self, frame);
+        if (!frame) {
+            if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "what lies in the ring is no frame");
+            break;
+        }
+        int failed = PyList_Append(frames, frame);
+        if (record.parts & ENCODED) turn += bytes_of(frame);
+        Py_DECREF(frame);
+        if (failed) break;
+        self->mine = at + record.size;
+        atomic_store_explicit(&self->ring->head, self->mine, memory_order_release);
+    }
+    if (acknowledged) forget_until((Session *)session, acknowledged);
+    Py_XDECREF(session);
+    if (PyList_Size(frames)) { /* the error comes again, with the next call */
+        PyErr_Clear();
+        return frames;
+    }
+    Py_DECREF(frames);
+    return NULL;
+}
+
+static PyObject *reader_carry(Ring *self, PyObject *session) {
+    PyObject *type = Py_TYPE(session) == SessionType || PyType_IsSubtype(Py_TYPE(session), SessionType)
+                         ? PyObject_GetAttrString(session, "message") : NULL;
+    if (!type || !PyType_Check(type) || !PyType_IsSubtype((PyTypeObject *)type, EnvelopeType)) {
+        Py_XDECREF(type);
+        if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "a session, with the type of its messages");
+        return NULL;
+    }
+    Py_XDECREF(self->session);
+    Py_XDECREF((PyObject *)self->envelope);
+    Py_INCREF(session);
+    self->session = session;
+    self->envelope = (PyTypeObject *)type;
+    Py_RETURN_NONE;
+}
+
+static PyObject *reader_was_rung(Ring *self, PyObject *unused) {
+    if (!is_ready(self)) return NULL;
+    if (!self->armed || atomic_load_explicit(&self->ring->asleep, memory_order_relaxed)) Py_RETURN_FALSE;
+    self->armed = 0;
+    Py_RETURN_TRUE;
+}
+
+static PyObject *reader_attended(Ring *self, void *closure) { return PyBool_FromLong(self->attended); }
+
+static int reader_attend(Ring *self, PyObject *value, void *closure) {
+    int attended = value ? PyObject_IsTrue(value) : 0;
+    if (attended < 0) return -1;
+    self->attended = (char)attended;
+    return 0;
+}
+
+static PyObject *reader_decode(Ring *self, void *closure) {
+    PyObject *decode = self->decode ? self->decode : Py_None;
+    Py_INCREF(decode);
+    return decode;
+}
+
+static int reader_decode_by(Ring *self, PyObject *value, void *closure) {
+    PyObject *old = self->decode;
+    Py_XINCREF(value);
+    self->decode = value;
+    Py_XDECREF(old);
+    return 0;
+}
+
+/* ---- the bell: a frame of no parts on the stream, all of it at once or nothing */
+
+static int ring_bell(int fd) {
+    uint32_t bell = 0;
+    return send(fd, &bell, sizeof bell, MSG_DONTWAIT | MSG_NOSIGNAL) == sizeof bell;
+}
+
+static PyObject *module_ring_bell(PyObject *module, PyObject *arg) {
+    long fd = PyLong_AsLong(arg);
+    return PyErr_Occurred() ? NULL : PyBool_FromLong(ring_bell((int)fd));
+}
+
+static PyObject *module_take_bell(PyObject *module, PyObject *arg) {
+    uint32_t bell = 1;
+    long fd = PyLong_AsLong(arg);
+    if (PyErr_Occurred()) return NULL;
+    if (recv((int)fd, &bell, sizeof bell, MSG_DONTWAIT | MSG_PEEK) != sizeof bell || bell) Py_RETURN_FALSE;
+    return PyBool_FromLong(recv((int)fd, &bell, sizeof bell, MSG_DONTWAIT) == sizeof bell);
 }
 
 /* ---- a lane: how a session's messages leave through a ring, from the first look to the bell in one step. Nobody else runs
@@ -673,7 +817,7 @@ static PyObject *lane_close(Lane *self, PyObject *unused) {
     Py_RETURN_NONE;
 }
 
-enum { MOST_TARGETS = 256, MOST_POSTED = 1 << 16, CHAINED = 128 };
+enum { MOST_TARGETS = 256, MOST_POSTED = 1 << 16 };
 
 struct target {
     Lane *lane;
@@ -817,17 +961,6 @@ static PyObject *module_post(PyObject *module, PyObject *const *args, Py_ssize_t
     return result < 0 ? NULL : PyLong_FromLong(result);
 }
 
-static PyObject *session_sent(Session *self, void *closure) { return PyLong_FromUnsignedLongLong(self->sent); }
-static PyObject *session_received(Session *self, void *closure) { return PyLong_FromUnsignedLongLong(self->received); }
-static PyObject *session_unacked_bytes(Session *self, void *closure) { return PyLong_FromSsize_t(self->unacked_bytes); }
-
-static int session_receive(Session *self, PyObject *value, void *closure) {
-    uint64_t received = value ? PyLong_AsUnsignedLongLong(value) : 0;
-    if (PyErr_Occurred()) return -1;
-    self->received = received;
-    return 0;
-}
-
 static PyObject *lane_open(Lane *self, void *closure) { return PyBool_FromLong(self->open); }
 
 static int lane_let(Lane *self, PyObject *value, void *closure) {
@@ -943,6 +1076,7 @@ static PyMethodDef writer_methods[] = {
 static PyMethodDef reader_methods[] = {
     {"pop", (PyCFunction)reader_pop, METH_O, NULL},
     {"was_rung", (PyCFunction)reader_was_rung, METH_NOARGS, NULL},
+    {"carry", (PyCFunction)reader_carry, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
 static PyGetSetDef writer_fields[] = {
@@ -992,6 +1126,18 @@ static PyGetSetDef session_fields[] = {
     {"owes_ack", (getter)session_owes_ack, NULL, NULL, NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
+static PyMethodDef envelope_methods[] = {
+    {"parse", (PyCFunction)envelope_parse, METH_O | METH_CLASS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+#define NUMBER(name, type) {#name, type, offsetof(Envelope, name), 0, NULL}
+static PyMemberDef envelope_fields[] = {
+    NUMBER(kind, T_UBYTE),          NUMBER(flags, T_UBYTE),        NUMBER(ttl, T_USHORT),
+    NUMBER(rank, T_UINT),           NUMBER(dst_proc, T_ULONGLONG), NUMBER(dst_actor, T_ULONGLONG),
+    NUMBER(dst_port, T_ULONGLONG),  NUMBER(src_proc, T_ULONGLONG), NUMBER(src_actor, T_ULONGLONG),
+    NUMBER(seq, T_ULONGLONG),       NUMBER(via, T_ULONGLONG),      NUMBER(reply_port, T_ULONGLONG),
+    NUMBER(parts, T_OBJECT_EX),     NUMBER(chain, T_OBJECT_EX),    {NULL, 0, 0, 0, NULL},
+};
 static PyMethodDef lane_methods[] = {
     {"close", (PyCFunction)lane_close, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
@@ -1004,12 +1150,18 @@ static PyType_Slot session_slots[] = {
     {Py_tp_new, session_new},         {Py_tp_dealloc, session_dealloc}, {Py_tp_methods, session_methods},
     {Py_tp_getset, session_fields},   {0, NULL},
 };
+static PyType_Slot envelope_slots[] = {
+    {Py_tp_new, envelope_new},       {Py_tp_dealloc, envelope_dealloc}, {Py_tp_methods, envelope_methods},
+    {Py_tp_members, envelope_fields}, {0, NULL},
+};
 static PyType_Slot lane_slots[] = {
     {Py_tp_new, lane_new},       {Py_tp_dealloc, lane_dealloc}, {Py_tp_methods, lane_methods},
     {Py_tp_getset, lane_fields}, {0, NULL},
 };
 static PyType_Spec session_spec = {"monarch.transports._ring.Session", sizeof(Session), 0,
                                    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, session_slots};
+static PyType_Spec envelope_spec = {"monarch.transports._ring.Envelope", sizeof(Envelope), 0,
+                                    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, envelope_slots};
 static PyType_Spec lane_spec = {"monarch.transports._ring.Lane", sizeof(Lane), 0, Py_TPFLAGS_DEFAULT, lane_slots};
 
 static PyMethodDef functions[] = {
@@ -1028,9 +1180,11 @@ PyMODINIT_FUNC PyInit__ring(void) {
     WriterType = (PyTypeObject *)PyType_FromSpec(&writer_spec);
     ReaderType = (PyTypeObject *)PyType_FromSpec(&reader_spec);
     SessionType = (PyTypeObject *)PyType_FromSpec(&session_spec);
+    EnvelopeType = (PyTypeObject *)PyType_FromSpec(&envelope_spec);
     LaneType = (PyTypeObject *)PyType_FromSpec(&lane_spec);
     name_of_lane = PyUnicode_InternFromString("lane");
-    if (!WriterType || !ReaderType || !SessionType || !LaneType || !name_of_lane ||
+    if (!WriterType || !ReaderType || !SessionType || !EnvelopeType || !LaneType || !name_of_lane ||
+        PyModule_AddObjectRef(module, "Envelope", (PyObject *)EnvelopeType) ||
         PyModule_AddObjectRef(module, "Session", (PyObject *)SessionType) ||
         PyModule_AddObjectRef(module, "Lane", (PyObject *)LaneType) || PyModule_AddObjectRef(module, "Writer", (PyObject *)WriterType) ||
         PyModule_AddObjectRef(module, "Reader", (PyObject *)ReaderType) || PyModule_AddIntConstant(module, "VERSION", VERSION)) {

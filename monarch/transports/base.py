@@ -66,12 +66,18 @@ class Link(Protocol):
         in any way: some links are signalled as writable, others as readable, when there is room again."""
         ...
 
-    def lane(self, session: Session, most_bytes: int) -> Lane | None:
-        """A shorter way for small messages of `session`, the only one that this link carries: see `transports.ring`.
-        None: there is none, yet. It ends with the link.
+    @property
+    def lane(self) -> Lane | None:
+        """A shorter way for small messages of the session that this link carries: see `transports.ring`. It ends with
+        the link. None: there is none, or none yet."""
+        ...
+
+    def carry(self, session: Session, most_bytes: int) -> None:
+        """This link carries `session`, and nothing else, from now on. `recv_nowait` may accept its messages, and give
+        them in place of their frames.
 
         Args:
-            most_bytes: who sends is told when more than so much is not acknowledged.
+            most_bytes: who sends on the lane is told when more than so much is not acknowledged.
         """
         ...
 
@@ -115,8 +121,8 @@ class Link(Protocol):
         ...
 
 
-def no_lane(link: Link, session: Session, most_bytes: int) -> None:
-    """`Link.lane` of links that have none."""
+def carry_anything(link: Link, session: Session, most_bytes: int) -> None:
+    """`Link.carry` of links that do not look at what they carry."""
 
 
 class Listener(Protocol):

@@ -22,7 +22,7 @@ from typing import ClassVar, Final
 from attrs import define, field
 
 from monarch.errors import AuthenticationError, LinkClosed, LinkSevered, TransportError
-from monarch.transports.base import Buffer, Frame, Inherit, Link, Memory, Viability, no_lane
+from monarch.transports.base import Buffer, Frame, Inherit, Link, Memory, Viability, carry_anything
 from monarch.transports.framing import BIG_BYTES
 from monarch.transports.url import parse
 
@@ -101,7 +101,8 @@ class InprocLink:
     """One end of a pair."""
 
     ring: ClassVar[None] = None
-    lane = no_lane
+    lane: ClassVar[None] = None
+    carry = carry_anything
     peer: str
     outgoing: Direction
     incoming: Direction

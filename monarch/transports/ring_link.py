@@ -90,6 +90,7 @@ class RingLink:
         self.ring: Reader | None = None
         self._writer: Writer | None = None
         self._lane: Lane | None = None
+        self._carried: tuple[Session, int] | None = None
         self._send_lock = threading.Lock()
         self._sent = 0  # frames over the stream
         self._received = 0  # likewise
@@ -163,10 +164,16 @@ class RingLink:
         self._count_sent(1)
         return False
 
-    def lane(self, session: Session, most_bytes: int) -> Lane | None:
-        if self._lane is None and self._writer is not None:
-            self._lane = ring.lane(self._writer, session, self._fd, most_bytes)
+    @property
+    def lane(self) -> Lane | None:
+        if self._lane is None and self._writer is not None and self._carried is not None:
+            self._lane = ring.lane(self._writer, self._carried[0], self._fd, self._carried[1])
         return self._lane
+
+    def carry(self, session: Session, most_bytes: int) -> None:
+        self._carried = session, most_bytes
+        if self.ring is not None:
+            self.ring.carry(session)
 
     def _mark(self) -> bytes:
         return _START if self._writer is None else _MARK.pack(self._writer.position)

@@ -27,7 +27,7 @@ from attrs import define, field
 
 from monarch.errors import AuthenticationError, LinkClosed, LinkSevered, ProtocolError, TransportError
 from monarch.transports.auth import Handshake
-from monarch.transports.base import Buffer, Frame, no_lane
+from monarch.transports.base import Buffer, Frame, carry_anything
 from monarch.transports.framing import GOODBYE, FrameDecoder, Tail, encode, encode_joined
 
 QUEUE_BYTES: Final = 1 << 20
@@ -91,7 +91,8 @@ class StreamLink:
     """A `Link` over a connected, non-blocking stream socket, which it owns."""
 
     ring: ClassVar[None] = None
-    lane = no_lane
+    lane: ClassVar[None] = None
+    carry = carry_anything
     _sock: socket.socket
     peer: str
     _decoder: FrameDecoder = field(factory=FrameDecoder)

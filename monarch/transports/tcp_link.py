@@ -37,7 +37,7 @@ from typing import ClassVar, Final, Protocol
 from attrs import define, field
 
 from monarch.errors import LinkClosed, LinkSevered, ProtocolError, RemoteProtocolError, TransportError
-from monarch.transports.base import Buffer, Frame, Missing, no_lane
+from monarch.transports.base import Buffer, Frame, Missing, carry_anything
 from monarch.transports.framing import COUNT, GOODBYE_COUNT, MARKER, MAX_PARTS, FrameDecoder, Tail, header
 from monarch.transports.stream import QUEUE_BYTES, RECV_BYTES, TURN_BYTES, discard, send_some, severed
 from monarch.wake import Wake
@@ -88,7 +88,8 @@ class TcpLink:
     """A `Link` over one nng pair and the plain connection beside it; owns both."""
 
     ring: ClassVar[None] = None
-    lane = no_lane
+    lane: ClassVar[None] = None
+    carry = carry_anything
     _plain: socket.socket
     _pair: Pair
     peer: str

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monarch.core.envelope import HEAD, MESSAGE_TTL, Envelope, Flag, Kind, parse
+from monarch.core.envelope import HEAD, MESSAGE_TTL, Envelope, Flag, Kind
 from monarch.errors import RemoteProtocolError
 
 u64 = st.integers(0, 2**64 - 1)
@@ -31,7 +31,7 @@ _FIELDS = "kind dst_proc dst_actor dst_port src_proc src_actor parts flags rank 
 
 @given(envelopes)
 def test_head_and_parts_round_trip(envelope: Envelope) -> None:
-    back = parse(envelope.frame())
+    back = Envelope.parse(envelope.frame())
 
     assert [getattr(back, name) for name in _FIELDS] == [getattr(envelope, name) for name in _FIELDS]
     assert len(envelope.frame()[0]) == HEAD.size == 64
@@ -41,14 +41,14 @@ def test_head_and_parts_round_trip(envelope: Envelope) -> None:
 @pytest.mark.parametrize("frame", [[], [b""], [bytes(63)], [bytes(65)], [b"x", b"y"]])
 def test_what_is_no_head_is_refused(frame: list[bytes]) -> None:
     with pytest.raises(RemoteProtocolError, match="message head of"):
-        parse(list(frame))
+        Envelope.parse(list(frame))
 
 
 def test_a_chain_that_is_announced_and_missing_is_refused() -> None:
     call = _call()
     call.flags |= Flag.CHAINED
     with pytest.raises(RemoteProtocolError, match="chain"):
-        parse(call.frame()[:1])
+        Envelope.parse(call.frame()[:1])
 
 
 def _call() -> Envelope:

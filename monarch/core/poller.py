@@ -151,7 +151,9 @@ class Poller:
         if not ready:
             ready = ring.fall_asleep(readers)
             if not ready:
-                return self._sleep(timeout_s)
+                found = self._sleep(timeout_s)
+                ring.wake_up(readers)
+                return found
         self._rounds += 1
         found = list(map(events.__getitem__, ready))
         return found if self._rounds % _ROUNDS_BETWEEN else found + self._epoll.poll(0)

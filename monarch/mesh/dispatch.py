@@ -74,7 +74,9 @@ class _Called:
         self.spec: EndpointSpec | None = None
 
     def point(self, rank: int) -> Point:
-        self.points[rank] = point = Point(rank, self.extent)
+        point = self.points.get(rank)
+        if point is None:
+            self.points[rank] = point = Point(rank, self.extent)
         return point
 
 
@@ -151,8 +153,7 @@ class ActorBehavior:
         try:
             spec = called.spec or self._look_up(called)
             served = Served(instance, name, envelope, not spec.concurrent)
-            rank = envelope.rank
-            current_context.set(Context(instance, called.points.get(rank) or called.point(rank), served))
+            current_context.set(Context(instance, called.point(envelope.rank), served))
             box = self._arguments(envelope, name)
             if spec.sends_itself:
                 box[0] = (self._handed_out(envelope, port), *box[0])

@@ -653,6 +653,10 @@ static int fall_asleep(Ring *self) { /* 0: it may not, something is there */
     return !something_is_there(self);
 }
 
+static void wake_up(Ring *self) { /* its writer need not ring any more; where it has, that is still to be seen */
+    if (self->armed && atomic_exchange(&self->ring->asleep, 0)) self->armed = 0;
+}
+
 /* What lies elsewhere may be large: somebody who pops does other things, too, as soon as he has so much of it. */
 static const Py_ssize_t TURN_BYTES = 4 << 20;
 
@@ -1017,9 +1021,7 @@ static PyObject *module_look(PyObject *module, PyObject *const *args, Py_ssize_t
     Py_BEGIN_ALLOW_THREADS;
     atomic_fetch_add(&looking, 1);
     uint64_t began = now_ns(), last = began;
-    for (Py_ssize_t i = 0; i < count; i++) {
-        if (rings[i]->armed && atomic_exchange(&rings[i]->ring->asleep, 0)) rings[i]->armed = 0;
-    }
+    for (Py_ssize_t i = 0; i < count; i++) wake_up(rings[i]);
     for (;;) {
         for (int look = 0; look < LOOKS_EACH && !found; look++) {
             for (Py_ssize_t i = 0; i < count && !found; i++) found = something_is_there(rings[i]);
@@ -1064,6 +1066,19 @@ static PyObject *module_fall_asleep(PyObject *module, PyObject *readers) {
         }
     }
     return found;
+}
+
+static PyObject *module_wake_up(PyObject *module, PyObject *readers) {
+    if (!PyTuple_Check(readers)) {
+        PyErr_SetString(PyExc_TypeError, "readers are to be in a tuple");
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < PyTuple_Size(readers); i++) {
+        Ring *reader = reader_at(readers, i);
+        if (!reader) return NULL;
+        wake_up(reader);
+    }
+    Py_RETURN_NONE;
 }
 
 /* ---- the module */
@@ -1168,6 +1183,7 @@ static PyMethodDef functions[] = {
     {"post", (PyCFunction)(void (*)(void))module_post, METH_FASTCALL, NULL},
     {"look", (PyCFunction)(void (*)(void))module_look, METH_FASTCALL, NULL},
     {"fall_asleep", (PyCFunction)module_fall_asleep, METH_O, NULL},
+    {"wake_up", (PyCFunction)module_wake_up, METH_O, NULL},
     {"ring_bell", (PyCFunction)module_ring_bell, METH_O, NULL},
     {"take_bell", (PyCFunction)module_take_bell, METH_O, NULL},
     {NULL, NULL, 0, NULL},

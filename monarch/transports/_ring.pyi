@@ -79,6 +79,9 @@ def look(readers: tuple[Reader, ...], epoll: int, time_s: float, bell: bytearray
 def fall_asleep(readers: tuple[Reader, ...], /) -> list[int]:
     """The places of those that have something; where none has, all sleep from now on."""
 
+def wake_up(readers: tuple[Reader, ...], /) -> None:
+    """Whoever pushes from now on need not wake the reader. Before the rings are read: that may take a while."""
+
 def ring_bell(fd: int, /) -> bool:
     """Put a bell into the stream of that socket: a frame of no parts. False, and nothing is sent: there is no room."""
 

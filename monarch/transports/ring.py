@@ -87,6 +87,7 @@ post = _no_post if compiled is None else compiled.post
 if compiled is not None:  # what every message calls, as it is; see `_ring.pyi`
     look = compiled.look
     fall_asleep = compiled.fall_asleep
+    wake_up = compiled.wake_up
     ring_bell = compiled.ring_bell
     take_bell = compiled.take_bell
     lane = compiled.Lane

@@ -4,15 +4,15 @@ import sys
 
 from setuptools import Extension, setup
 
-RING = Extension(
-    "monarch.transports._ring",
-    ["monarch/transports/_ring.c"],
+COMPILED = Extension(
+    "monarch._compiled",
+    ["monarch/_compiled.c"],
     extra_compile_args=["-std=c11"],
     py_limited_api=True,
     optional=True,
 )
 
 setup(
-    ext_modules=[RING] if sys.platform == "linux" else [],
+    ext_modules=[COMPILED] if sys.platform == "linux" else [],
     options={"bdist_wheel": {"py_limited_api": "cp311"}} if sys.platform == "linux" else {},
 )

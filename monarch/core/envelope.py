@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Final, Self
 
 from attrs import define
 
+from monarch import compiled
 from monarch.errors import RemoteProtocolError
-from monarch.transports import ring
 from monarch.transports.base import Buffer
 
 HEAD: Final = Struct("<BBHIQQQQQQQ")
@@ -107,13 +107,11 @@ class _Fields:
         return cls(kind, dst_proc, dst_actor, dst_port, src_proc, src_actor, parts, flags, rank, seq, reply, ttl, chain)
 
 
-if TYPE_CHECKING or ring.compiled is None:
-    _Base = _Fields
-else:
-    _Base = ring.compiled.Envelope
+if not TYPE_CHECKING and compiled.part is not None:
+    _Fields = compiled.part.Envelope
 
 
-class Envelope(_Base):
+class Envelope(_Fields):
     """One message. `reply_port` is a port of the sender's process, 0 for none; `rank` is the receiver's number in the
     view that was called, and in a reply the number of the one who replies. `chain` are the calls that led to this one
     (see `core.chain`); empty for what comes from outside of actors, or has no answer that somebody could wait for.

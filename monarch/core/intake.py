@@ -60,9 +60,8 @@ class Intake:
         at = 0
         try:
             for at, frame in enumerate(frames):
-                if type(frame) is not Envelope:
-                    if (inner := session.accept(frame, now_s)) is not None:
-                        frames[at] = frame = Envelope.parse(inner)
+                if type(frame) is not Envelope and (inner := session.accept(frame, now_s)) is not None:
+                    frames[at] = frame = Envelope.parse(inner)
                 if type(frame) is Envelope:
                     try:
                         if frame.dst_proc == self._key:

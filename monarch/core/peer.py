@@ -33,7 +33,7 @@ from monarch.errors import TransportError
 from monarch.transports.base import Buffer, Frame, Link
 
 if TYPE_CHECKING:
-    from monarch.transports.ring import Lane
+    from monarch.compiled import Lane
 
 _BURST: Final = 8
 _SEND_EVERY: Final = 32
@@ -61,7 +61,7 @@ class Peer:
     state: State = State.NEW
     link: Link | None = None
     lane: Lane | None = None
-    """A shorter way for small messages, of this link: see `transports.ring`."""
+    """A shorter way for small messages, of this link: see `monarch.compiled`."""
     we_dialed: bool = False
     address: str = ""
     known_as: str = ""

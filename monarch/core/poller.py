@@ -20,7 +20,7 @@ from monarch.transports import ring
 from monarch.wake import Wake
 
 if TYPE_CHECKING:
-    from monarch.transports.ring import Reader
+    from monarch.compiled import Reader
 
 log = get_logger("monarch.poller")
 

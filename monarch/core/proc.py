@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Protocol, cast
 
+from monarch import compiled
 from monarch.core import codec, exceptions, inquiries
 from monarch.core.backpressure import Backpressure
 from monarch.core.caster import Caster
@@ -32,7 +33,7 @@ from monarch.core.peer import Peer
 from monarch.core.probes import PendingCall
 from monarch.core.relay import Relay
 from monarch.log import get_logger
-from monarch.transports import memory, ring
+from monarch.transports import memory
 from monarch.transports.base import Buffer, Transport
 
 log = get_logger("monarch.proc")
@@ -180,13 +181,14 @@ class Proc:
             self.locator.when_known(proc.key, lambda: self._send_again(envelope))
 
     def reply(self, call: Envelope, parts: list[Buffer], flags: int = 0) -> None:
-        """Answer a call, silently: that a caller is gone is no news for who answers. Blocks while the buffer of its process is full."""
+        """Answer a call, silently: that a caller is gone is no news for who answers. Blocks while the buffer of the
+        caller's process is full."""
         key, flags = call.src_proc, flags | Flag.SILENT
         peer = None if call.via or self.gateway.is_closed else self.gateway.peers.get(key)
         if peer is not None and peer.lane is not None:
-            here = self.message_ttl, call.src_actor, call.reply_port, call.dst_proc, call.dst_actor, 0, b""
-            sent = ring.post(((peer, None, key, call.rank),), parts, Kind.PORT, flags, *here)
-            if sent == ring.FULL:
+            head = Kind.PORT, flags, self.message_ttl, call.src_actor, call.reply_port, call.dst_proc, call.dst_actor, 0
+            sent = compiled.post(((peer, None, key, call.rank),), parts, b"", *head)
+            if sent == compiled.FULL:
                 self.wait_for_room((key,))
             if sent:
                 return

@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from attrs import define, field
 
+from monarch import compiled
 from monarch.core.envelope import Envelope
 from monarch.errors import RemoteProtocolError
-from monarch.transports import ring
 from monarch.transports.base import Buffer, Frame
 from monarch.version import __version__
 
@@ -219,13 +219,11 @@ class _Numbering:
         return self.received != self._acknowledged
 
 
-if TYPE_CHECKING or ring.compiled is None:
-    _Base = _Numbering
-else:
-    _Base = ring.compiled.Session
+if not TYPE_CHECKING and compiled.part is not None:
+    _Numbering = compiled.part.Session
 
 
-class Session(_Base):
+class Session(_Numbering):
     """One peer's numbering. Whoever calls `wrap` holds the peer's send lock; `accept` is the driving thread's."""
 
     __slots__ = ()

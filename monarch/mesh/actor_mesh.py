@@ -13,11 +13,12 @@ import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from monarch import compiled
 from monarch.core import codec
 from monarch.core.cast import Branch
 from monarch.core.envelope import Envelope, Flag, Kind
 from monarch.core.future import Future
-from monarch.core.held import Held, on_main_thread
+from monarch.core.held import undisturbed
 from monarch.core.ids import ProcId
 from monarch.errors import SupervisionError, it_has
 from monarch.mesh.actor import ActorClass, MeshMethod, class_of
@@ -30,7 +31,6 @@ from monarch.mesh.replies import MeshReply
 from monarch.mesh.shape import Region
 from monarch.mesh.view import MeshView, overridable
 from monarch.supervision.failure import Member
-from monarch.transports.ring import Targets, post
 
 if TYPE_CHECKING:
     from monarch.mesh.context import Spawner
@@ -84,7 +84,7 @@ class ActorMesh(MeshView, Generic[A]):
         self._known: ActorClass | None = None
         self._targets: list[tuple[int, ProcId]] = [(proc.key, proc) for proc in procs]
         self._routes: tuple[int, Routes, Routes] | None = None  # from which process, for small messages, for large ones
-        self._lanes: tuple[Spawner, Sequence[int], Targets] | None = None  # who sent last, to whom, and how
+        self._lanes: tuple[Spawner, Sequence[int], compiled.Targets] | None = None  # who sent last, to whom, and how
         if not isinstance(cls, bytes):
             self._install(class_of(cls))
 
@@ -202,17 +202,13 @@ class ActorMesh(MeshView, Generic[A]):
         else:
             ranks, branches = (only,), ()
         sent = 0 if branches else self._post(sender, parts, reply_port, ranks, chain)
-        if sent:
-            pass
-        elif on_main_thread():
+        if not sent:
             # An exception from a signal's handler between a number and its message would leave a hole in the order.
-            with Held():
+            with undisturbed():
                 self._send_all(sender, parts, reply_port, ranks, branches, chain)
-        else:
-            self._send_all(sender, parts, reply_port, ranks, branches, chain)
         if may_wait:
             # Room is wanted on the links, then on the way by the agents (which say TAKEN), then in the mailboxes.
-            if sent != 1:
+            if sent != compiled.SENT:
                 runtime.wait_for_room([self._targets[rank][0] for rank in ranks])
             if branches:
                 runtime.caster.wait_for_taken(branches)
@@ -221,19 +217,19 @@ class ActorMesh(MeshView, Generic[A]):
                     runtime.backpressure.wait(key, self._number, sender, self._name)
 
     def _post(self, sender: Spawner, parts: list[Any], reply_port: int, ranks: Sequence[int], chain: bytes) -> int:
-        """As `_send_all`, to all by lanes, in one step that nothing interrupts; what `ring.post` says. 0: nothing was
-        sent."""
-        known = self._lanes
-        runtime = sender.proc_runtime
-        if known is None or known[0] is not sender or known[1] != ranks:
-            lanes = sender.on_lanes([(self._targets[rank][0], rank) for rank in ranks], self._number)
-            if lanes is None or runtime.gateway.is_closed:
-                return 0
-            known = self._lanes = sender, ranks, lanes
+        """As `_send_all`, to all by lanes, in one step that nothing interrupts. Returns what `compiled.post` says; 0:
+        nothing was sent."""
+        runtime, known = sender.proc_runtime, self._lanes
         if runtime.gateway.is_closed:
             return 0
-        here, source = runtime.key, sender.actor_id.number
-        return post(known[2], parts, Kind.CALL, Flag.SEQUENCED, runtime.message_ttl, self._number, 0, here, source, reply_port, chain)
+        if known is None or known[0] is not sender or known[1] != ranks:
+            lanes = sender.on_lanes([(self._targets[rank][0], rank) for rank in ranks], self._number)
+            if lanes is None:
+                return 0
+            known = self._lanes = sender, ranks, lanes
+        source = runtime.key, sender.actor_id.number, reply_port
+        head = Kind.CALL, Flag.SEQUENCED, runtime.message_ttl, self._number, 0, *source
+        return compiled.post(known[2], parts, chain, *head)
 
     def _call_for_tensors(self, endpoint: Endpoint[Any, Any], args: Any, kwargs: Any) -> Any:
         from monarch.mesh.tensor import entry

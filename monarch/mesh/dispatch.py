@@ -67,7 +67,9 @@ class _Called:
 
     __slots__ = ("extent", "extra", "name", "points", "spec")
 
-    def __init__(self, name: str, labels: tuple[str, ...], sizes: tuple[int, ...], extra: dict[str, Any] | None) -> None:
+    def __init__(
+        self, name: str, labels: tuple[str, ...], sizes: tuple[int, ...], extra: dict[str, Any] | None
+    ) -> None:
         self.name, self.extra = name, extra
         self.extent = Extent(labels, sizes)
         self.points: dict[int, Point] = {}

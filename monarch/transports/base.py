@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from attrs import define
 
 if TYPE_CHECKING:
-    from monarch.transports.ring import Lane, Reader, Session
+    from monarch.compiled import Lane, Reader
 
 Buffer = bytes | bytearray | memoryview
 """Contiguous bytes. `memoryview`s are one-dimensional, of format B."""
@@ -68,13 +68,13 @@ class Link(Protocol):
 
     @property
     def lane(self) -> Lane | None:
-        """A shorter way for small messages of the session that this link carries: see `transports.ring`. It ends with
+        """A shorter way for small messages of the session that this link carries: see `monarch.compiled`. It ends with
         the link. None: there is none, or none yet."""
         ...
 
-    def carry(self, session: Session, most_bytes: int) -> None:
-        """This link carries `session`, and nothing else, from now on. `recv_nowait` may accept its messages, and give
-        them in place of their frames.
+    def carry(self, session: object, most_bytes: int) -> None:
+        """This link carries `session`, one of `core.protocol`, and nothing else, from now on. `recv_nowait` may accept
+        its messages, and give them in place of their frames.
 
         Args:
             most_bytes: who sends on the lane is told when more than so much is not acknowledged.
@@ -121,7 +121,7 @@ class Link(Protocol):
         ...
 
 
-def carry_anything(link: Link, session: Session, most_bytes: int) -> None:
+def carry_anything(link: Link, session: object, most_bytes: int) -> None:
     """`Link.carry` of links that do not look at what they carry."""
 
 

@@ -32,6 +32,7 @@ from functools import partial
 from struct import Struct
 from typing import TYPE_CHECKING, Final, Protocol
 
+from monarch import compiled
 from monarch.errors import RemoteProtocolError, TransportError
 from monarch.log import get_logger
 from monarch.transports import ring
@@ -40,7 +41,7 @@ from monarch.transports.framing import BIG_BYTES, FrameDecoder
 from monarch.transports.stream import StreamLink
 
 if TYPE_CHECKING:
-    from monarch.transports.ring import Lane, Reader, Session, Writer
+    from monarch.compiled import Lane, Reader, Writer
 
 log = get_logger("monarch.ring")
 
@@ -90,7 +91,7 @@ class RingLink:
         self.ring: Reader | None = None
         self._writer: Writer | None = None
         self._lane: Lane | None = None
-        self._carried: tuple[Session, int] | None = None
+        self._carried: tuple[object, int] | None = None
         self._send_lock = threading.Lock()
         self._sent = 0  # frames over the stream
         self._received = 0  # likewise
@@ -167,10 +168,10 @@ class RingLink:
     @property
     def lane(self) -> Lane | None:
         if self._lane is None and self._writer is not None and self._carried is not None:
-            self._lane = ring.lane(self._writer, self._carried[0], self._fd, self._carried[1])
+            self._lane = compiled.part.Lane(self._writer, self._carried[0], self._fd, self._carried[1])
         return self._lane
 
-    def carry(self, session: Session, most_bytes: int) -> None:
+    def carry(self, session: object, most_bytes: int) -> None:
         self._carried = session, most_bytes
         if self.ring is not None:
             self.ring.carry(session)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from monarch.compiled import part
 from monarch.core.poller import Poller
 from monarch.errors import LinkSevered, RemoteProtocolError
 from monarch.transports import registry, ring, ring_link
@@ -149,7 +150,7 @@ def test_what_is_no_bell_is_refused(bell):
 )
 def test_what_is_no_frame_is_refused_and_nothing_outside_is_read(garbage):
     memory = mmap.mmap(-1, 256 + 4096)
-    writer, reader = ring.compiled.Writer(memory, None), ring.compiled.Reader(memory, None)
+    writer, reader = part.Writer(memory, None), part.Reader(memory, None)
     assert writer.push([[b"good"], [bytes(40)]]) == 2
     memory[256 + 24 : 256 + 24 + len(garbage)] = garbage
     assert reader.pop(0) == [[b"good"]]
@@ -216,7 +217,7 @@ def test_a_bell_goes_into_a_stream_and_only_a_bell_is_taken_from_it():
 @pytest.mark.parametrize("size", [256, 256 + 32, 256 + 100, 300])
 def test_memory_of_another_size_is_refused(size):
     with pytest.raises(ValueError, match="power of two"):
-        ring.compiled.Reader(mmap.mmap(-1, size), None)
+        part.Reader(mmap.mmap(-1, size), None)
 
 
 @compiled

@@ -1,8 +1,8 @@
 from collections.abc import Callable
 from typing import Protocol
 
+from monarch.compiled import Targets
 from monarch.transports.base import Buffer, Frame
-from monarch.transports.ring import Targets
 
 VERSION: int
 
@@ -22,9 +22,11 @@ class Reader:
     def position(self) -> int: ...
     def pop(self, after: int, /) -> list[Frame]: ...
     def was_rung(self) -> bool: ...
-    def carry(self, session: Session, /) -> None: ...
+    def carry(self, session: object, /) -> None: ...
 
 class Session:
+    """As `core.protocol` has it in Python."""
+
     sent: int
     received: int
     unacked_bytes: int
@@ -41,6 +43,8 @@ class Session:
     def ack_due(self, now_s: float, /) -> bool | None: ...
 
 class Lane:
+    """From a session into the ring of its link. While it is `open`, all that was numbered before is on its way."""
+
     open: bool
     def __init__(self, writer: Writer, session: object, fd: int, most_bytes: int, /) -> None: ...
     def close(self) -> None: ...
@@ -48,6 +52,7 @@ class Lane:
 def post(
     targets: Targets,
     parts: list[Buffer],
+    chain: bytes,
     kind: int,
     flags: int,
     ttl: int,
@@ -56,9 +61,14 @@ def post(
     src_proc: int,
     src_actor: int,
     reply_port: int,
-    chain: bytes,
     /,
-) -> int: ...
+) -> int:
+    """Number a message, and put it into the rings of all `targets`, in one step: no other thread and no handler of a
+    signal runs between.
+
+    Returns:
+        `compiled.SENT`, or `FULL`; or 0, and nothing is sent or numbered: to one of them it has to go another way.
+    """
 
 class Frames(Protocol):
     """A list or a tuple of lists or tuples; those that are encoded already are `bytes`."""

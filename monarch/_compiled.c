@@ -926,14 +926,14 @@ static int commit(const struct message *message, struct target *to, pieces *fram
 }
 
 static PyObject *module_post(PyObject *module, PyObject *const *args, Py_ssize_t n) {
-    if (n != 11 || !PyTuple_Check(args[0]) || !PyList_Check(args[1]) || !PyBytes_Check(args[10])) {
-        PyErr_SetString(PyExc_TypeError, "post(targets, parts, kind, flags, ttl, dst_actor, dst_port, src_proc, src_actor, "
-                                         "reply_port, chain): a tuple, a list, numbers, bytes");
+    if (n != 11 || !PyTuple_Check(args[0]) || !PyList_Check(args[1]) || !PyBytes_Check(args[2])) {
+        PyErr_SetString(PyExc_TypeError, "post(targets, parts, chain, kind, flags, ttl, dst_actor, dst_port, src_proc, "
+                                         "src_actor, reply_port): a tuple, a list, bytes, numbers");
         return NULL;
     }
-    PyObject *items = args[0], *parts = args[1], *chain = args[10];
+    PyObject *items = args[0], *parts = args[1], *chain = args[2];
     uint64_t numbers[8];
-    for (int i = 0; i < 8; i++) numbers[i] = PyLong_AsUnsignedLongLong(args[2 + i]);
+    for (int i = 0; i < 8; i++) numbers[i] = PyLong_AsUnsignedLongLong(args[3 + i]);
     Py_ssize_t count = PyTuple_Size(items), length = PyList_Size(parts);
     if (PyErr_Occurred()) return NULL;
     if (!count || count > MOST_TARGETS) return PyLong_FromLong(0);
@@ -1121,8 +1121,8 @@ static PyType_Slot reader_slots[] = {
     {Py_tp_getset, reader_fields},
     {0, NULL},
 };
-static PyType_Spec writer_spec = {"monarch.transports._ring.Writer", sizeof(Ring), 0, Py_TPFLAGS_DEFAULT, writer_slots};
-static PyType_Spec reader_spec = {"monarch.transports._ring.Reader", sizeof(Ring), 0, Py_TPFLAGS_DEFAULT, reader_slots};
+static PyType_Spec writer_spec = {"monarch._compiled.Writer", sizeof(Ring), 0, Py_TPFLAGS_DEFAULT, writer_slots};
+static PyType_Spec reader_spec = {"monarch._compiled.Reader", sizeof(Ring), 0, Py_TPFLAGS_DEFAULT, reader_slots};
 
 static PyMethodDef session_methods[] = {
     {"keep", (PyCFunction)session_keep, METH_VARARGS, NULL},
@@ -1173,11 +1173,11 @@ static PyType_Slot lane_slots[] = {
     {Py_tp_new, lane_new},       {Py_tp_dealloc, lane_dealloc}, {Py_tp_methods, lane_methods},
     {Py_tp_getset, lane_fields}, {0, NULL},
 };
-static PyType_Spec session_spec = {"monarch.transports._ring.Session", sizeof(Session), 0,
+static PyType_Spec session_spec = {"monarch._compiled.Session", sizeof(Session), 0,
                                    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, session_slots};
-static PyType_Spec envelope_spec = {"monarch.transports._ring.Envelope", sizeof(Envelope), 0,
+static PyType_Spec envelope_spec = {"monarch._compiled.Envelope", sizeof(Envelope), 0,
                                     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, envelope_slots};
-static PyType_Spec lane_spec = {"monarch.transports._ring.Lane", sizeof(Lane), 0, Py_TPFLAGS_DEFAULT, lane_slots};
+static PyType_Spec lane_spec = {"monarch._compiled.Lane", sizeof(Lane), 0, Py_TPFLAGS_DEFAULT, lane_slots};
 
 static PyMethodDef functions[] = {
     {"post", (PyCFunction)(void (*)(void))module_post, METH_FASTCALL, NULL},
@@ -1188,9 +1188,9 @@ static PyMethodDef functions[] = {
     {"take_bell", (PyCFunction)module_take_bell, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
-static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_ring", NULL, -1, functions, NULL, NULL, NULL, NULL};
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_compiled", NULL, -1, functions, NULL, NULL, NULL, NULL};
 
-PyMODINIT_FUNC PyInit__ring(void) {
+PyMODINIT_FUNC PyInit__compiled(void) {
     PyObject *module = PyModule_Create(&definition);
     if (!module) return NULL;
     WriterType = (PyTypeObject *)PyType_FromSpec(&writer_spec);

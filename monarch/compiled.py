@@ -1,0 +1,54 @@
+"""The compiled part of the library, `_compiled.c`: what every message between processes of one host passes.
+
+- Rings in shared memory (`transports.ring`), and a wait that looks at them with the interpreter let go.
+- The numbering of sessions and the heads of messages; `core.protocol` and `core.envelope` have the same in Python.
+- Lanes: a message goes from its sender into the rings of all its receivers in one step.
+
+It is optional, and built where a C compiler is. Without it, and where the variable `MONARCH_RING` is 0, all goes by
+Python and through sockets.
+
+Attributes:
+    part: the module, or None.
+    why_not: why there is none, for people; "" where there is.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from monarch._compiled import Lane, Reader, Writer
+
+__all__ = ["FULL", "SENT", "Lane", "Reader", "Targets", "Writer", "part", "post", "why_not"]
+
+_VERSION: Final = 6
+
+SENT: Final = 1
+FULL: Final = 2
+"""What `post` says when it has sent; `FULL`: and who sends is to wait for room."""
+
+Targets = tuple[tuple[Any, Iterator[int] | None, int, int], ...]
+"""Receivers of one message, each: (who has its `lane`, where its number comes from, process, rank)."""
+
+try:
+    import monarch._compiled as part
+except ImportError as error:
+    part = None  # type: ignore[assignment]
+    why_not = f"its compiled part is missing ({error}): there was no compiler when the library was installed"
+else:
+    why_not = ""
+    if getattr(part, "VERSION", 1) != _VERSION:  # of a checkout that has moved on since
+        part = None  # type: ignore[assignment]
+        why_not = "its compiled part is of another version: install the library again"
+if os.environ.get("MONARCH_RING") == "0":
+    part, why_not = None, "MONARCH_RING is 0"  # type: ignore[assignment]
+
+
+def _no_post(*_: object) -> int:
+    return 0
+
+
+post = _no_post if part is None else part.post
+"""Send a message to all of `targets` on their lanes: see `_compiled.pyi`. Without the compiled part nobody has one."""

@@ -1,0 +1,283 @@
+"""Lanes: a message leaves for all its receivers in one step, or for none; the other way and back keeps the order."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from monarch import compiled
+from monarch.core.envelope import Envelope, Flag, Kind
+from monarch.core.protocol import FrameType, Session
+from monarch.errors import RemoteProtocolError
+from monarch.transports import ring
+
+pytestmark = pytest.mark.skipif(bool(compiled.why_not), reason=compiled.why_not or "there are lanes")
+
+
+class Way:
+    """From a session over a lane to another session; `lane` is what `post` looks for at a peer."""
+
+    def __init__(self, most_bytes: int = 1 << 20) -> None:
+        self.session, self.there = Session(), Session()
+        self.counter = itertools.count()
+        fd, self.reader = ring.offer()
+        self.writer = ring.accept(fd)
+        self.reader.attended = True
+        self.reader.carry(self.there)
+        self.bells, self._bell = socket.socketpair()
+        self.bells.setblocking(False)
+        self.lane: Any = compiled.part.Lane(self.writer, self.session, self._bell.fileno(), most_bytes)
+        self.lane.open = True
+
+    def close(self) -> None:
+        self.bells.close()
+        self._bell.close()
+
+    def target(self, proc: int = 7, rank: int = 0) -> Any:
+        return self, self.counter, proc, rank
+
+    @property
+    def bell_rang(self) -> bool:
+        try:
+            return self.bells.recv(100) == bytes(4)
+        except BlockingIOError:
+            return False
+
+    @property
+    def state(self) -> tuple[int, int, int]:
+        return self.session.sent, self.session.unacked_bytes, self.writer.position
+
+
+Make = Callable[..., Way]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    made: list[Way] = []
+
+    def way(**options: int) -> Way:
+        made.append(Way(**options))
+        return made[-1]
+
+    yield way
+    for each in made:
+        each.close()
+
+
+def post(*targets: Any, parts: list[Any] | None = None, chain: bytes = b"", kind: int = Kind.CALL) -> int:
+    parts = [b"what", b"arguments"] if parts is None else parts
+    return compiled.post(targets, parts, chain, kind, Flag.SEQUENCED, 60, 3, 4, 5, 6, 8)
+
+
+def fields(envelope: Envelope) -> dict[str, Any]:
+    names = "kind flags ttl rank dst_proc dst_actor dst_port src_proc src_actor seq reply_port parts chain via".split()
+    return {name: getattr(envelope, name) for name in names}
+
+
+def test_what_is_posted_arrives_as_if_it_had_been_framed_and_parsed(make: Make) -> None:
+    way = make()
+    parts = [b"a", bytearray(b"bc"), memoryview(b"def"), b""]
+
+    assert post(way.target(proc=2**64 - 1, rank=9), parts=parts, chain=b"who called") == compiled.SENT
+    (got,) = way.reader.pop(0)
+
+    sent = Envelope(
+        Kind.CALL, 2**64 - 1, 3, 4, 5, 6, [b"a", b"bc", b"def", b""], Flag.SEQUENCED, 9, 0, 8, 60, b"who called"
+    )
+    assert type(got) is Envelope and fields(got) == fields(sent)
+    ((number, kept, size_bytes),) = way.session.unacked
+    assert (number, size_bytes) == (1, way.session.unacked_bytes) and size_bytes == sum(map(len, kept))
+    assert fields(Envelope.parse(list(kept))) | {"parts": None} == fields(sent) | {"parts": None}
+    assert way.there.received == 1 and way.there.owes_ack
+
+
+def test_each_receiver_has_its_own_rank_and_numbers(make: Make) -> None:
+    ways = [make(), make()]
+    for _ in range(3):
+        assert post(*(way.target(rank=rank) for rank, way in enumerate(ways))) == compiled.SENT
+
+    for rank, way in enumerate(ways):
+        assert [(each.rank, each.seq) for each in way.reader.pop(0)] == [(rank, seq) for seq in range(3)]
+    assert post((ways[0], None, 7, 0)) == compiled.SENT  # without numbers
+    assert [each.seq for each in ways[0].reader.pop(0)] == [0] and next(ways[0].counter) == 3
+
+
+def test_two_receivers_behind_one_lane(make: Make) -> None:
+    way = make()
+    other = itertools.count(50)
+
+    assert post(way.target(rank=0), (way, other, 7, 1)) == compiled.SENT
+
+    assert [(each.rank, each.seq) for each in way.reader.pop(0)] == [(0, 0), (1, 50)]
+    way.session.check_invariants()
+
+
+def _closed(way: Way) -> None:
+    way.lane.close()
+    way.lane.open = True  # it stays closed
+    assert not way.lane.open
+
+
+def _not_open(way: Way) -> None:
+    way.lane.open = False
+
+
+def _without(way: Way) -> None:
+    way.lane = None
+
+
+def _full(way: Way) -> None:
+    while way.writer.push([[bytes(1000)]]):
+        pass
+
+
+@pytest.mark.parametrize("hinder", [_closed, _not_open, _without, _full])
+def test_where_one_receiver_has_to_be_reached_otherwise_nothing_is_sent_to_any(
+    hinder: Callable[[Way], None], make: Make
+) -> None:
+    well, ill = make(), make()
+    hinder(ill)
+    before = well.state, ill.state
+
+    assert post(well.target(), ill.target()) == post(ill.target(), well.target()) == 0
+
+    assert (well.state, ill.state) == before and next(well.counter) == next(ill.counter) == 0
+
+
+@pytest.mark.parametrize("parts", [[bytes(16_384)], [bytes(1 << 20)], [b""] * 32])
+def test_what_is_too_large_for_a_ring_goes_another_way(parts: list[bytes], make: Make) -> None:
+    way = make()
+    assert post(way.target(), parts=parts) == 0 and way.state == (0, 0, 0)
+
+
+@pytest.mark.parametrize("targets", [(), [object()], (object(),), ((object(), None, 1, 0),), ((None, None, 1),)])
+def test_nonsense_is_refused(targets: Any) -> None:
+    try:
+        sent = compiled.post(targets, [b""], b"", 1, 0, 1, 1, 1, 1, 1, 1)
+    except (TypeError, AttributeError):
+        return
+    assert targets == () and sent == 0
+
+
+def test_only_a_sleeper_is_woken(make: Make) -> None:
+    way = make()
+    ring.wake_up((way.reader,))
+    post(way.target())
+    assert not way.bell_rang
+    way.reader.pop(0)
+    assert ring.fall_asleep((way.reader,)) == []
+    post(way.target())
+    assert way.bell_rang
+    post(way.target())
+    assert not way.bell_rang, "it knows already"
+
+
+def test_who_sends_too_much_is_told(make: Make) -> None:
+    way = make(most_bytes=1000)
+    said = [post(way.target(), parts=[bytes(400)]) for _ in range(3)]
+    assert said == [compiled.SENT, compiled.SENT, compiled.FULL]
+
+
+def test_answers_acknowledge_what_has_come(make: Make) -> None:
+    way = make()
+    for _ in range(3):
+        post(way.target())
+    way.reader.pop(0)
+
+    way.session.accept(way.there.control(FrameType.ACK), 0.0)
+
+    assert not way.session.unacked and way.session.unacked_bytes == 0 and not way.there.owes_ack
+
+
+def test_what_comes_out_of_order_is_left_to_the_session(make: Make) -> None:
+    way = make()
+    kept = way.session.wrap([bytes(64), b"by the stream"], 77)  # number 1 goes another way
+    post(way.target())
+    frames = way.reader.pop(0)
+
+    assert [type(frame) for frame in frames] == [list]
+    with pytest.raises(RemoteProtocolError, match="frame 2 arrived after frame 0"):
+        way.there.accept(list(frames[0]), 0.0)
+    assert way.there.accept(kept, 0.0) is not None and way.there.accept(frames[0], 0.0) is not None
+
+
+def test_a_message_whose_head_lies_is_left_to_the_session(make: Make) -> None:
+    way = make()
+    frame = way.session.wrap([bytes(64), b"x"], 65)
+    frame[0] = frame[0][:16] + (99).to_bytes(8, "little") + frame[0][24:]  # acknowledges what was never sent
+    way.writer.push([frame])
+    (got,) = way.reader.pop(0)
+    with pytest.raises(RemoteProtocolError, match="acknowledges frame 99 of 0"):
+        way.there.accept(got, 0.0)
+
+
+def test_a_message_that_lacks_its_chain_is_refused(make: Make) -> None:
+    way = make()
+    head = bytearray(64)
+    head[1] = Flag.CHAINED
+    way.writer.push([way.session.wrap([bytes(head)], 64)])
+    with pytest.raises(RemoteProtocolError, match="chain"):
+        way.reader.pop(0)
+
+
+def test_a_collection_in_the_middle_may_send_too(make: Make) -> None:
+    """What the collector runs while a message is made is sent before it, whole, or waits."""
+    way = make()
+    sent: list[int] = []
+
+    class Last:
+        def __del__(self) -> None:
+            sent.append(post(way.target(), parts=[b"of the collector"]))
+
+    before = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        for _ in range(300):
+            cycle: list[Any] = [Last()]
+            cycle.append(cycle)
+            del cycle
+            post(way.target(), parts=[b"in turn"])
+            way.session.acknowledge(way.session.sent)
+            got = way.reader.pop(0)
+            assert all(type(each) is Envelope for each in got)
+    finally:
+        gc.set_threshold(*before)
+    gc.collect()
+    rest = way.reader.pop(0)
+    assert set(sent) == {compiled.SENT} and len(sent) == 300 and all(type(each) is Envelope for each in rest)
+    assert way.there.received == way.session.sent == 600
+
+
+def test_no_signal_comes_between_a_number_and_its_message(make: Make) -> None:
+    """Handlers that raise, as often as they can: whatever has a number is there."""
+    way = make()
+
+    def handler(number: int, frame: object) -> None:
+        raise InterruptedError
+
+    old = signal.signal(signal.SIGALRM, handler)
+    interrupted = 0
+    seen: list[int] = []
+    try:
+        for _ in range(20_000):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 20e-6)
+                for _ in range(100):
+                    post(way.target())
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except InterruptedError:
+                interrupted += 1
+            way.session.acknowledge(way.session.sent)
+            seen += [each.seq for each in way.reader.pop(0)]
+            if interrupted == 200:
+                break
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old)
+    assert interrupted == 200 and seen == list(range(len(seen))) and next(way.counter) == len(seen)

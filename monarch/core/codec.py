@@ -35,7 +35,7 @@ from monarch.core import settings, tensors
 from monarch.core.tensors import HOLE, OUT_OF_BAND_BYTES, Outbox, Reducer
 from monarch.transports import memory
 from monarch.transports.base import Buffer, Missing
-from monarch.transports.segments import Claim, claim
+from monarch.transports.memory import Claim, claim
 
 Allocate = Callable[[int], memoryview]
 """Gives `n` writable bytes that nobody else uses; `encode` fills them. May be memory that a transport shares."""

@@ -74,6 +74,66 @@ def _ended(end: Any, ends: dict[int, _End] = _ends) -> None:
     end.action(*end.arguments)
 
 
+# ---- memory of others
+
+
+class Lent(Memory):  # type: ignore[misc, valid-type]
+    """What this process has of memory that another has lent to it. Whatever shows the memory, in any library, has a
+    reference to this in the end."""
+
+    size_bytes: int
+
+
+_lent: Final[dict[int, weakref.ref[Lent]]] = {}  # by address
+
+
+def note_loan(address: int, loan: Lent) -> None:
+    _lent[address] = weakref.ref(loan)
+
+
+def forget_loan(address: int) -> None:
+    _lent.pop(address, None)
+
+
+class Returned(Memory):  # type: ignore[misc, valid-type]
+    """Memory that was lent, and belongs to a message from now on: its owner can have it back as it is."""
+
+    loan: Lent
+
+
+class Claim:
+    """Of one who wants to pass on lent memory instead of a copy, once it has let go of all that shows the memory."""
+
+    def __init__(self, loan: Lent) -> None:
+        self._held = [loan]
+        self._address = ctypes.addressof(loan)
+        self.memory = memoryview(Memory.from_address(self._address)).cast("B")[: loan.size_bytes]
+        """Lives as long as this."""
+
+    def settle(self) -> memoryview | None:
+        """The memory, as a part to send; None where somebody else still has something that shows it."""
+        if _references(self._held) > _ALONE:
+            return None
+        returned = Returned.from_address(self._address)
+        returned.loan = self._held[0]
+        return memoryview(returned).cast("B")[: len(self.memory)]
+
+
+def _references(held: list[Any]) -> int:
+    """To the only item of `held`."""
+    return sys.getrefcount(held[0])
+
+
+_ALONE: Final = _references([object()])
+
+
+def claim(address: int, size_bytes: int) -> Claim | None:
+    """On exactly that memory, where it was lent."""
+    known = _lent.get(address)
+    loan = known() if known is not None else None
+    return Claim(loan) if loan is not None and loan.size_bytes == size_bytes else None
+
+
 # ---- buffers
 
 

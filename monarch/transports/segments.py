@@ -18,13 +18,12 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import sys
 import weakref
 from collections.abc import Iterator
 from types import CodeType
 from typing import Any, Final, Protocol
 
-from monarch.transports.memory import Memory, allocate, at_end, in_halves
+from monarch.transports.memory import Lent, allocate, at_end, forget_loan, in_halves, note_loan
 
 SMALLEST_BYTES: Final = 64 << 10
 """Of a slot. Smaller parts travel through the socket: two copies by the kernel cost less."""
@@ -99,60 +98,17 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_in_forked_child)
 
 
-class Loan(Memory):  # type: ignore[misc, valid-type]
+class Loan(Lent):
     """A receiver's hold on a slot."""
 
     mapping: Mapping
     mark: int
-    size_bytes: int
     end: CodeType
 
 
-_loans: Final[dict[int, weakref.ref[Loan]]] = {}  # by address
-
-
 def _give_back(mapping: Mapping, mark: int, address: int) -> None:
-    _loans.pop(address, None)
+    forget_loan(address)
     mapping.marks[mark] = 0
-
-
-class Returned(Memory):  # type: ignore[misc, valid-type]
-    """A loan whose memory belongs to a message from now on: its owner can have that back as it is."""
-
-    loan: Loan
-
-
-class Claim:
-    """On memory that was lent to this process, by who wants to pass it on instead of a copy. In the meantime it lets go
-    of everything that it has over the memory; whoever else has something, keeps the loan as well."""
-
-    def __init__(self, loan: Loan) -> None:
-        self._held = [loan]
-        self.memory = memoryview(Memory.from_address(ctypes.addressof(loan))).cast("B")[: loan.size_bytes]
-        """Lives as long as this."""
-
-    def settle(self) -> memoryview | None:
-        """The memory, as a part to send; None where somebody still uses it."""
-        if _references(self._held) > _ALONE:
-            return None
-        returned = Returned.from_address(ctypes.addressof(self._held[0]))
-        returned.loan = self._held[0]
-        return memoryview(returned).cast("B")[: len(self.memory)]
-
-
-def _references(held: list[Any]) -> int:
-    """To the only item of `held`. What shows a loan's memory, of whatever library, has one in the end."""
-    return sys.getrefcount(held[0])
-
-
-_ALONE: Final = _references([object()])
-
-
-def claim(address: int, size_bytes: int) -> Claim | None:
-    """On exactly that memory, where it was lent."""
-    known = _loans.get(address)
-    loan = known() if known is not None else None
-    return Claim(loan) if loan is not None and loan.size_bytes == size_bytes else None
 
 
 def _check_place(file_bytes: int, offset: int, size_bytes: int, mark: int) -> None:
@@ -171,7 +127,7 @@ def borrow(mapping: Mapping, offset: int, size_bytes: int, mark: int) -> memoryv
     loan = Loan.from_address(address)
     loan.mapping, loan.mark, loan.size_bytes = mapping, mark, size_bytes
     loan.end = at_end(_give_back, mapping, mark, address)
-    _loans[address] = weakref.ref(loan)
+    note_loan(address, loan)
     return memoryview(loan).cast("B")[:size_bytes]
 
 

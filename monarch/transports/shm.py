@@ -4,8 +4,8 @@ Decides which parts of a frame travel in it, and how they are described; leaves 
 connecting, small parts and the end of links to `ipc`.
 
 A link is a unix socket with a `ring` beside it for small frames. Everything goes there but the parts of
-`SMALLEST_BYTES` and more. Such a part lies in a slot of the sender's pool, from the start when its memory was asked of
-the pool, else after one copy, and the frame has its description: (segment, mark, offset, how it is lent). The
+`framing.BIG_BYTES` and more. Such a part lies in a slot of the sender's pool, from the start when its memory was asked
+of the pool, else after one copy, and the frame has its description: (segment, mark, offset, how it is lent). The
 descriptor of a segment travels ahead of the first part in it, in the same stream (SCM_RIGHTS), so that what was sent
 can still be read when the sender has died. A part that was put there for a single receiver is lent to it for good: it
 may write there, and send it back in place of a copy. Of one for several, each makes a copy.
@@ -34,10 +34,10 @@ from monarch.errors import RemoteProtocolError
 from monarch.transports.base import Buffer, Missing, Viability
 from monarch.transports.framing import DESCRIPTION_BYTES, FrameDecoder, encode_joined
 from monarch.transports.ipc import UnixTransport
-from monarch.transports.memory import allocate, copy
+from monarch.transports.memory import Returned, allocate, copy
 from monarch.transports.pool import Pool
 from monarch.transports.ring_link import RingLink
-from monarch.transports.segments import Mapping, Returned, Unmapped, attach, borrow, can_share
+from monarch.transports.segments import Mapping, Unmapped, attach, borrow, can_share
 from monarch.transports.stream import StreamLink
 
 _DESCRIPTION: Final = Struct("<IIQII")  # segment, mark, offset, kind of loan, descriptor of the owner

@@ -17,8 +17,9 @@ from monarch.errors import RemoteProtocolError
 from monarch.transports import registry, ring
 from monarch.transports.base import Link, Missing
 from monarch.transports.framing import ELSEWHERE, header
+from monarch.transports.memory import claim
 from monarch.transports.pool import Pool
-from monarch.transports.segments import Mapping, claim
+from monarch.transports.segments import Mapping
 from tests.transports.drive import SECRET, WAIT_S, Receiver, connected, exchange, wait_until
 
 TRANSPORT = registry.get("shm")

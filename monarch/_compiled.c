@@ -166,7 +166,7 @@ static int piece_of(pieces *to, PyObject *part, uint64_t most) {
     return taken;
 }
 
-static uint64_t most_of(Ring *self) { return self->capacity / 8; }
+static uint64_t most_of(Ring *self) { return self->capacity / 8 * 3; }
 
 static uint64_t bytes_needed(const pieces *frame) {
     return (sizeof(struct record) + 4 * (uint64_t)frame->count + frame->total + 7) & ~(uint64_t)7;

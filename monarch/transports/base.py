@@ -99,7 +99,7 @@ class Link(Protocol):
     def recv_nowait(self) -> list[Frame]:
         """All frames that have arrived whole, oldest first; an empty list when there are none.
 
-        The receiver owns the buffers. A part of 64 KiB or more is writable memory that nothing else refers to.
+        The receiver owns the buffers. A part of 96 KiB or more is writable memory that nothing else refers to.
 
         Raises:
             LinkClosed: the peer closed, and all its frames have been returned by earlier calls.

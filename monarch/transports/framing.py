@@ -24,7 +24,7 @@ from monarch.errors import RemoteProtocolError
 from monarch.transports import memory
 from monarch.transports.base import Buffer, Frame, Missing
 
-BIG_BYTES: Final = 64 << 10
+BIG_BYTES: Final = 96 << 10
 """From here on a part gets memory of its own, which the receiver may write to."""
 
 MAX_PARTS: Final = 1 << 20

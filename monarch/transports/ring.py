@@ -18,8 +18,8 @@ from monarch.transports.segments import Mapping
 if TYPE_CHECKING:
     from monarch.compiled import Reader, Writer
 
-_DATA_BYTES: Final = 128 << 10
-"""Frames of more than an eighth of it go another way."""
+_DATA_BYTES: Final = 256 << 10
+"""Frames of more than three eighths of it go another way: no part of `framing.BIG_BYTES` is among the others."""
 _HEAD_BYTES: Final = 256
 
 why_not = compiled.why_not

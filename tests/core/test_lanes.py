@@ -150,7 +150,7 @@ def test_where_one_receiver_has_to_be_reached_otherwise_nothing_is_sent_to_any(
     assert (well.state, ill.state) == before and next(well.counter) == next(ill.counter) == 0
 
 
-@pytest.mark.parametrize("parts", [[bytes(16_384)], [bytes(1 << 20)], [b""] * 32])
+@pytest.mark.parametrize("parts", [[bytes(96 << 10)], [bytes(1 << 20)], [b""] * 32])
 def test_what_is_too_large_for_a_ring_goes_another_way(parts: list[bytes], make: Make) -> None:
     way = make()
     assert post(way.target(), parts=parts) == 0 and way.state == (0, 0, 0)

@@ -21,7 +21,7 @@ from monarch.errors import AuthenticationError, LinkClosed, LinkSevered, Transpo
 from monarch.transports import certificates, registry, ring, shm
 from monarch.transports.base import Inherit, Link, Listener, Missing, Transport
 from monarch.transports.certificates import Certificates
-from monarch.transports.framing import FrameDecoder
+from monarch.transports.framing import BIG_BYTES, FrameDecoder
 from monarch.transports.url import parse
 from tests.certificates import Authority
 from tests.transports.drive import (
@@ -118,7 +118,7 @@ FRAMES = [
     [b"head", os.urandom(3 * MIB), b"", b"tail"],
     [bytes([i % 256]) * i for i in range(1000)],
     [bytes([i]) * 40_000 for i in range(40)],
-    [b"a" * (64 << 10), b"b" * ((64 << 10) - 1), b"c" * ((64 << 10) + 1)],
+    [b"a" * BIG_BYTES, b"b" * (BIG_BYTES - 1), b"c" * (BIG_BYTES + 1)],
     [b"last"],
 ]
 
@@ -167,7 +167,7 @@ def test_a_small_frame_never_overtakes_a_large_one(links):
 
 def test_received_large_parts_are_writable_and_private(links):
     left, right = links
-    source = bytearray(b"s" * (64 << 10))
+    source = bytearray(b"s" * BIG_BYTES)
     (first,), (second,) = exchange(left, right, [[source], [source]])
     view = memoryview(first)
     assert not view.readonly

@@ -22,6 +22,7 @@ from monarch.core.poller import Poller
 from monarch.errors import LinkSevered, RemoteProtocolError
 from monarch.transports import registry, ring, ring_link
 from monarch.transports.base import Link
+from monarch.transports.framing import BIG_BYTES
 from monarch.transports.ring_link import RingLink
 from monarch.transports.shm import FdSocket
 from monarch.transports.stream import StreamLink
@@ -48,11 +49,20 @@ def test_frames_come_out_as_they_were_pushed(ends):
 
 
 @compiled
-@pytest.mark.parametrize("frame", [[b"x" * 17_000], [b"p"] * 33, [bytes(9000), bytes(9000)]])
+@pytest.mark.parametrize("frame", [[b"x" * BIG_BYTES], [b"p"] * 33, [bytes(50_000), bytes(50_000)]])
 def test_what_is_too_large_is_left_to_others(ends, frame):
     writer, reader = ends
     assert writer.push([[b"before"], frame, [b"behind"]]) == 1
     assert reader.pop(0) == [[b"before"]]
+
+
+@compiled
+def test_what_is_small_for_the_encoder_fits_wherever_the_ring_has_come_to(ends):
+    writer, reader = ends
+    frame = [bytes(64), bytes(BIG_BYTES - 2048)]
+    for at in range(20):
+        assert writer.push([frame, [bytes(at * 3000)]]) == 2
+        assert len(reader.pop(0)) == 2
 
 
 @compiled
@@ -61,7 +71,7 @@ def test_a_full_ring_takes_what_fits_and_has_room_again(ends):
     chance = random.Random(3)
     sent, got = [], []
     for turn in range(400):  # around the ring many times, with records of all sizes at its edge
-        frames = [[b"%d" % turn, bytes(chance.choice([0, 1, 7, 8, 100, 3000, 15_000]))] for _ in range(20)]
+        frames = [[b"%d" % turn, bytes(chance.choice([0, 1, 7, 8, 100, 3000, 15_000, 66_000]))] for _ in range(20)]
         taken = writer.push(frames)
         sent += frames[:taken]
         if taken < 20 or chance.random() < 0.3:

@@ -16,6 +16,10 @@ from monarch.core.envelope import CallKey, Envelope, Flag
 from monarch.core.monitor import Down
 
 
+_SEQUENCED: Final = Flag.SEQUENCED
+_SKIP: Final = Flag.SKIP
+
+
 class Mailbox:
     """`put` may be called from any thread, `take` from the actor's. After `close`, nothing more goes in."""
 
@@ -57,24 +61,24 @@ class Mailbox:
         with self._lock:
             if self.closed is not None:
                 return self.closed
-            if envelope.flags & Flag.SEQUENCED:
-                sender = (envelope.src_proc, envelope.src_actor)
+            flags = envelope.flags
+            if flags & _SEQUENCED:
+                sender, seq = (envelope.src_proc, envelope.src_actor), envelope.seq
                 expected = self._expected.get(sender, 0)
-                if envelope.seq != expected:
-                    if envelope.seq > expected:  # else it is here already
-                        self._waiting.setdefault(sender, {})[envelope.seq] = envelope
+                if seq != expected:
+                    if seq > expected:  # else it is here already
+                        self._waiting.setdefault(sender, {})[seq] = envelope
                         self.come_bytes += size_of(envelope)
                     return None
-                if not envelope.flags & Flag.SKIP:
+                if not flags & _SKIP:
                     self.calls.append(envelope)
                     # As `size_of`, but for the part that is always small; 0.2 us less.
                     parts = envelope.parts
                     self.come_bytes += _MESSAGE_BYTES + (len(parts[-1]) if len(parts) == 2 else sum(map(len, parts)))
                 expected += 1
-                waiting = self._waiting.get(sender)
-                if waiting:
+                if self._waiting and (waiting := self._waiting.get(sender)):
                     while (late := waiting.pop(expected, None)) is not None:
-                        if not late.flags & Flag.SKIP:
+                        if not late.flags & _SKIP:
                             self.calls.append(late)
                         expected += 1
                     if not waiting:
@@ -83,7 +87,8 @@ class Mailbox:
             else:
                 self.calls.append(envelope)
                 self.come_bytes += size_of(envelope)
-        self.signal.notify()
+        if not self.signal.is_set:
+            self.signal.notify()
         if self._behind:
             self._run_due()
         return None

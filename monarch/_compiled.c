@@ -1,16 +1,20 @@
-/* A ring of frames in memory that two processes share: one pushes, one pops. See monarch/transports/ring.py, which says
- * what it is for; this file has what Python cannot do: fences, a copy without a detour, and a wait that keeps its CPU.
+/* What every message between processes of one host passes; see monarch/compiled.py. This file has what Python cannot do:
+ * fences, copies without a detour, a wait that lets go of the interpreter, and steps that nothing interrupts.
  *
- * Memory: a head of 256 bytes with `tail` (how many bytes were ever pushed) and `head` (ever popped), each on a cache line
- * of its own, and `asleep`, which the reader sets before it sleeps, and the writer clears when it wakes it, or the reader
- * when it is awake. Then the data, a power of two. A record is contiguous and begins at a multiple of 8: `struct record`, the sizes of the parts,
- * the parts. Where a record would wrap around, the rest of the data is skipped by a record of size SKIP.
+ * A ring of frames in memory that two processes share: one pushes, one pops. The memory: a head of 256 bytes with `tail`
+ * (how many bytes were ever pushed) and `head` (ever popped), each on a cache line of its own, and `asleep`, which the reader
+ * sets before it sleeps, and the writer clears when it wakes it, or the reader when it is awake. Then the data, a power of
+ * two. A record is contiguous and begins at a multiple of 8: `struct record`, the sizes of the parts, the parts. Where a
+ * record would wrap around, the rest of the data is skipped by a record of size SKIP.
  *
  * A frame that was encoded already, for the stream beside, is pushed as `bytes`, and its record marked ENCODED; what it
  * is decoded to, Python says (`decode`).
  *
  * A record becomes visible by one store to `tail`, after all else: of a writer that dies in the middle nothing is seen. The
  * reader believes no size that it has not compared with what there is.
+ *
+ * Memory of Python: whatever may start a collection, or let go of the last reference to something, may run code of Python,
+ * which may send and receive here. So that happens before a step begins, or after it is done.
  */
 #define Py_LIMITED_API 0x030B0000
 #define PY_SSIZE_T_CLEAN
@@ -35,7 +39,7 @@
 #define PAUSE() atomic_signal_fence(memory_order_seq_cst)
 #endif
 
-enum { VERSION = 6 }; /* of what Python calls here; ring.py names the one that it needs */
+enum { VERSION = 6 }; /* of what Python calls here; compiled.py names the one that it needs */
 enum { HEAD_BYTES = 256, MOST_PARTS = 32, LOOKS_EACH = 64 };
 #define SKIP UINT32_MAX
 #define ENCODED (UINT32_C(1) << 31)
@@ -203,13 +207,14 @@ static int put(Ring *self, const pieces *frame, uint32_t mark) { /* 0: no room *
 
 /* 1: pushed; 0: too large, or no room; -1: an exception is set */
 static int push_one(Ring *self, PyObject *frame) {
-    pieces found = {0};
+    pieces found;
     int encoded = PyBytes_CheckExact(frame), result = 1;
     Py_ssize_t count = encoded ? 1 : length_of(frame);
     if (count < 0) {
         PyErr_SetString(PyExc_TypeError, "a frame is a list or a tuple of buffers, or bytes");
         return -1;
     }
+    found.count = 0, found.total = 0;
     for (Py_ssize_t i = 0; i < count && result == 1; i++)
         result = piece_of(&found, encoded ? frame : item_of(frame, i), most_of(self));
     if (result == 1) result = put(self, &found, encoded ? ENCODED : 0);
@@ -390,7 +395,8 @@ static PyObject *session_unacked(Session *self, void *closure) {
     for (size_t i = 0; found && i < self->count; i++) {
         kept *each = &self->unacked[(self->first + i) & (self->room - 1)];
         unsigned long long number = self->sent - self->count + 1 + i;
-        PyObject *item = Py_BuildValue("(KOn)", number, each->parts, each->size);
+        Py_INCREF(each->parts);
+        PyObject *item = Py_BuildValue("(KNn)", number, each->parts, each->size);
         if (!item || PyList_Append(found, item)) Py_CLEAR(found);
         Py_XDECREF(item);
     }

@@ -15,7 +15,6 @@ from monarch.core.driver import Signal
 from monarch.core.envelope import CallKey, Envelope, Flag
 from monarch.core.monitor import Down
 
-
 _SEQUENCED: Final = Flag.SEQUENCED
 _SKIP: Final = Flag.SKIP
 

@@ -232,12 +232,7 @@ class Future(Generic[R]):
     def _resolve(self) -> R:
         """The value, or raises the exception. Runs the thunk once, in the first thread that looks."""
         if self._thunk is not None:
-            if on_main_thread() and ALL_BUT_INTERRUPT.handlers():
-                # What the handler of an alarm raises is not the result. An interrupt is told by its kind, below.
-                with Held(signals=ALL_BUT_INTERRUPT):
-                    self._decode()
-            else:
-                self._decode()
+            self._decode()
         if self._error is not None:
             # Every raise prepends its frames to the traceback of the object: start over, or it grows with each look.
             raise self._error.with_traceback(self._traceback)
@@ -254,14 +249,26 @@ class Future(Generic[R]):
             if thunk is not None:
                 try:
                     self._value = thunk()
-                except Outcome as outcome:
-                    self._error = outcome.error
                 except Exception as error:
-                    self._error = error
-                # Another BaseException interrupts this look, and is not what the call ended with: look again.
-                if self._error is not None and not isinstance(self._error, MonarchError):
-                    self._traceback = self._error.__traceback__  # of ours, it is where we have read the reply
+                    if on_main_thread() and ALL_BUT_INTERRUPT.handlers():
+                        # What the handler of an alarm raises is not the result: once more, without them.
+                        with Held(signals=ALL_BUT_INTERRUPT):
+                            self._decode_again(thunk)
+                    else:
+                        self._fail_with(error)
                 self._thunk = self._trouble = None
+
+    def _decode_again(self, thunk: Callable[[], R]) -> None:
+        try:
+            self._value = thunk()
+        except Exception as error:
+            self._fail_with(error)
+
+    def _fail_with(self, error: Exception) -> None:
+        """Another BaseException interrupts a look, and is not what the call ended with: look again."""
+        self._error = error.error if isinstance(error, Outcome) else error
+        if not isinstance(self._error, MonarchError):
+            self._traceback = self._error.__traceback__  # of ours, it is where we have read the reply
 
     def _wait(self, timeout: float | None) -> bool:
         if self._done:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
+from types import ModuleType
 from typing import Any, Final
 
 from attrs import define
@@ -19,6 +21,7 @@ from attrs import define
 from benchmarks.clock import median, now_s
 from benchmarks.load import Watch
 from benchmarks.report import in_units
+from monarch import compiled
 from monarch.actor import Actor, context, endpoint, this_host
 from monarch.core.future import Future
 from monarch.core.instance import Instance
@@ -40,14 +43,14 @@ STEPS: Final = (
     Step("called", ""),
     Step("caller addressed", "bind and pickle the arguments, open a reply port, number the message"),
     Step("caller numbered", "number the frame for the peer, and keep it until it is acknowledged"),
-    Step("callee read", "over the link: in, out, and the wake-up of the other process where it sleeps"),
-    Step("callee queued", "cut into frames, acknowledge, route by the head"),
+    Step("callee read", "over the link, numbered where it takes a lane; and the wake-up of the callee where it sleeps"),
+    Step("callee queued", "acknowledge, route by the head"),
     Step("callee taken", "mailbox: order, then the turn of the actor"),
     Step("entered", "decode the arguments, make the context"),
     Step("callee addressed", "return from the endpoint, pickle the result"),
     Step("callee numbered", "number the frame of the reply"),
     Step("caller read", "over the link, and the wake-up of the caller where it sleeps"),
-    Step("caller delivered", "cut into frames, route, to the reply port"),
+    Step("caller delivered", "acknowledge, route, to the reply port"),
     Step("returned", "wake who waits, decode the result, return from `get`"),
 )
 
@@ -58,16 +61,16 @@ def _note(label: str) -> None:
     _notes.append((label, now_s()))
 
 
-def _entered(cls: type, name: str, label: str) -> None:
-    """Note when a method is entered."""
-    method: Callable[..., Any] = getattr(cls, name)
+def _entered(owner: type | ModuleType, name: str, label: str) -> None:
+    """Note when a method or function is entered."""
+    method: Callable[..., Any] = getattr(owner, name)
 
     @wraps(method)
     def noting(*args: Any, **kwargs: Any) -> Any:
         _note(label)
         return method(*args, **kwargs)
 
-    setattr(cls, name, noting)
+    setattr(owner, name, noting)
 
 
 def _left_with_something(cls: type, name: str, label: str) -> None:
@@ -88,6 +91,7 @@ def _note_links(who: str) -> None:
     """Where messages leave and enter this process, whatever its links are."""
     gateway = context().actor_instance.proc_runtime.gateway
     _entered(Peer, "send", f"{who} addressed")
+    _entered(compiled, "post", f"{who} addressed")
     for link in {type(peer.link) for peer in gateway.peers if peer.link is not None}:
         _entered(link, "send_nowait", f"{who} numbered")
         _left_with_something(link, "recv_nowait", f"{who} read")
@@ -124,12 +128,13 @@ def measure(calls: int) -> list[tuple[Step, float]]:
     mine = list(_notes)
     notes = sorted(mine + actor.notes.call_one().get(), key=lambda note: note[1])
     procs.stop().get()
-    times = list(_complete(notes))
-    steps = zip(STEPS[1:], range(1, len(STEPS)), strict=True)
-    return [(step, median([each[at] - each[at - 1] for each in times])) for step, at in steps]
+    noted = Counter(label for label, _ in notes)
+    steps = [step for step in STEPS if noted[step.until] > calls // 2]  # messages on a lane leave out some
+    times = list(_complete(notes, steps))
+    return [(step, median([each[at] - each[at - 1] for each in times])) for at, step in enumerate(steps) if at]
 
 
-def _complete(notes: Sequence[Note]) -> Iterator[list[float]]:
+def _complete(notes: Sequence[Note], steps: Sequence[Step]) -> Iterator[list[float]]:
     """The times of all steps of those calls in which each came after the one before."""
     seen: dict[str, float] = {}
     for label, at_s in notes:
@@ -137,7 +142,7 @@ def _complete(notes: Sequence[Note]) -> Iterator[list[float]]:
             seen = {}
         seen[label] = at_s
         if label == "returned":
-            times = [seen.get(step.until, 0.0) for step in STEPS]
+            times = [seen.get(step.until, 0.0) for step in steps]
             if times == sorted(times) and times[0]:
                 yield times
 

@@ -256,7 +256,8 @@ static PyObject *writer_rouse(Ring *self, PyObject *unused) { return is_ready(se
 
 /* ---- a session: see monarch/core/protocol.py, which has the same in Python */
 
-enum { HEAD_OF_SESSION = 24, HEAD_OF_MESSAGE = 64, DATA = 2 }; /* and the kind of a frame that carries a message */
+enum { HEAD_OF_SESSION = 24, HEAD_OF_MESSAGE = 64 };
+enum { HELLO = 1, DATA = 2, GOODBYE = 5 }; /* of `FrameType`: the first, that of a message, and the last of a session */
 
 typedef struct {
     PyObject *parts;
@@ -412,6 +413,16 @@ static void took(Session *self, uint64_t number, Py_ssize_t bytes, double now_s)
     self->unacknowledged_bytes += bytes;
 }
 
+static Py_ssize_t bytes_of(PyObject *frame) {
+    Py_ssize_t total = 0;
+    for (Py_ssize_t i = 0; PyList_Check(frame) && i < PyList_Size(frame); i++) {
+        Py_ssize_t size = PyObject_Size(PyList_GetItem(frame, i));
+        if (size < 0) PyErr_Clear(); /* it stands for what is missing */
+        total += size > 0 ? size : 0;
+    }
+    return total;
+}
+
 static PyObject *session_accept(Session *self, PyObject *const *args, Py_ssize_t n) {
     if (n != 2 || !PyList_Check(args[0])) {
         PyErr_SetString(PyExc_TypeError, "accept(frame, now_s): a frame is a list");
@@ -447,15 +458,9 @@ static PyObject *session_accept(Session *self, PyObject *const *args, Py_ssize_t
         Py_DECREF(inner);
         return protocol_error("frame %llu arrived after frame %llu", number, self->received);
     }
-    if (kind < 1 || kind > 5) return protocol_error("a frame of unknown type %d", (int)kind);
+    if (kind < HELLO || kind > GOODBYE) return protocol_error("a frame of unknown type %d", (int)kind);
     if (kind == DATA && number == self->received + 1) {
-        Py_ssize_t bytes = 0;
-        for (Py_ssize_t i = 0; i < count; i++) {
-            Py_ssize_t each = PyObject_Size(PyList_GetItem(frame, i));
-            if (each < 0) PyErr_Clear();
-            bytes += each > 0 ? each : 0;
-        }
-        took(self, number, bytes, now_s);
+        took(self, number, bytes_of(frame), now_s);
         if (PyList_SetItem(frame, 0, inner)) return NULL;
         Py_INCREF(frame);
     } else {
@@ -547,7 +552,9 @@ static PyObject *envelope_of(PyTypeObject *type, const char *head, PyObject *par
     if (head[1] & CHAINED) {
         Py_ssize_t last = PyList_Size(parts) - 1;
         if (last < 0) protocol_error("a message without the chain that it announces");
-        else if ((self->chain = PyBytes_FromObject(PyList_GetItem(parts, last)))) PyList_SetSlice(parts, last, last + 1, NULL);
+        else if ((self->chain = PyBytes_FromObject(PyList_GetItem(parts, last))) &&
+                 PyList_SetSlice(parts, last, last + 1, NULL))
+            Py_CLEAR(self->chain);
     } else self->chain = PyBytes_FromStringAndSize(NULL, 0);
     if (!self->chain) {
         Py_DECREF((PyObject *)self);
@@ -666,16 +673,6 @@ static void wake_up(Ring *self) { /* its writer need not ring any more; where it
 /* What lies elsewhere may be large: somebody who pops does other things, too, as soon as he has so much of it. */
 static const Py_ssize_t TURN_BYTES = 4 << 20;
 
-static Py_ssize_t bytes_of(PyObject *frame) {
-    Py_ssize_t total = 0;
-    for (Py_ssize_t i = 0; PyList_Check(frame) && i < PyList_Size(frame); i++) {
-        Py_ssize_t size = PyObject_Size(PyList_GetItem(frame, i));
-        if (size < 0) PyErr_Clear(); /* it stands for what is missing */
-        total += size > 0 ? size : 0;
-    }
-    return total;
-}
-
 static PyObject *reader_pop(Ring *self, PyObject *after) {
     if (!is_ready(self)) return NULL;
     self->after = PyLong_AsUnsignedLongLong(after);
@@ -691,9 +688,7 @@ static PyObject *reader_pop(Ring *self, PyObject *after) {
         int found = next_record(self, &record, &at);
         if (found == NOTHING) {
             if (!self->attended && !fall_asleep(self)) continue;
-            if (acknowledged) forget_until((Session *)session, acknowledged); /* last: see there */
-            Py_XDECREF(session);
-            return frames;
+            break;
         }
         const char *from = self->data + (at & (self->capacity - 1)) + sizeof record;
         PyObject *frame = found == RECORD ? message_of(self, &record, from, &acknowledged) : NULL;
@@ -710,29 +705,26 @@ static PyObject *reader_pop(Ring *self, PyObject *after) {
         self->mine = at + record.size;
         atomic_store_explicit(&self->ring->head, self->mine, memory_order_release);
     }
-    if (acknowledged) forget_until((Session *)session, acknowledged);
+    if (acknowledged) forget_until((Session *)session, acknowledged); /* last: see there */
     Py_XDECREF(session);
-    if (PyList_Size(frames)) { /* the error comes again, with the next call */
-        PyErr_Clear();
-        return frames;
-    }
-    Py_DECREF(frames);
-    return NULL;
+    if (PyErr_Occurred() && !PyList_Size(frames)) Py_CLEAR(frames);
+    else PyErr_Clear(); /* the error comes again, with the next call */
+    return frames;
 }
 
 static PyObject *reader_carry(Ring *self, PyObject *session) {
-    PyObject *type = Py_TYPE(session) == SessionType || PyType_IsSubtype(Py_TYPE(session), SessionType)
-                         ? PyObject_GetAttrString(session, "message") : NULL;
+    PyObject *type = PyObject_TypeCheck(session, SessionType) ? PyObject_GetAttrString(session, "message") : NULL;
     if (!type || !PyType_Check(type) || !PyType_IsSubtype((PyTypeObject *)type, EnvelopeType)) {
         Py_XDECREF(type);
         if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "a session, with the type of its messages");
         return NULL;
     }
-    Py_XDECREF(self->session);
-    Py_XDECREF((PyObject *)self->envelope);
+    PyObject *old = self->session, *old_type = (PyObject *)self->envelope;
     Py_INCREF(session);
     self->session = session;
     self->envelope = (PyTypeObject *)type;
+    Py_XDECREF(old);
+    Py_XDECREF(old_type);
     Py_RETURN_NONE;
 }
 
@@ -857,11 +849,12 @@ static void head_of_message(const struct message *message, const struct target *
 static PyObject *name_of_lane; /* "lane" */
 
 static int target_of(PyObject *item, struct target *to) { /* 1; 0: not now; -1: an exception is set */
-    if (!PyTuple_Check(item) || PyTuple_Size(item) != 4) {
+    PyObject *counter = PyTuple_Check(item) && PyTuple_Size(item) == 4 ? PyTuple_GetItem(item, 1) : NULL;
+    if (!counter || (counter != Py_None && !PyIter_Check(counter))) {
         PyErr_SetString(PyExc_TypeError, "a target is (peer, counter, process, rank)");
         return -1;
     }
-    PyObject *lane = PyObject_GetAttr(PyTuple_GetItem(item, 0), name_of_lane), *counter = PyTuple_GetItem(item, 1);
+    PyObject *lane = PyObject_GetAttr(PyTuple_GetItem(item, 0), name_of_lane);
     if (!lane) return -1;
     int open = Py_TYPE(lane) == LaneType && ((Lane *)lane)->open;
     Py_DECREF(lane); /* its peer has it as long as nothing else runs */
@@ -931,6 +924,8 @@ static int commit(const struct message *message, struct target *to, pieces *fram
     return 1;
 }
 
+enum { NOT_SENT, SENT, FULL }; /* what `post` says: see monarch/compiled.py */
+
 static PyObject *module_post(PyObject *module, PyObject *const *args, Py_ssize_t n) {
     if (n != 11 || !PyTuple_Check(args[0]) || !PyList_Check(args[1]) || !PyBytes_Check(args[2])) {
         PyErr_SetString(PyExc_TypeError, "post(targets, parts, chain, kind, flags, ttl, dst_actor, dst_port, src_proc, "
@@ -942,7 +937,7 @@ static PyObject *module_post(PyObject *module, PyObject *const *args, Py_ssize_t
     for (int i = 0; i < 8; i++) numbers[i] = PyLong_AsUnsignedLongLong(args[3 + i]);
     Py_ssize_t count = PyTuple_Size(items), length = PyList_Size(parts);
     if (PyErr_Occurred()) return NULL;
-    if (!count || count > MOST_TARGETS) return PyLong_FromLong(0);
+    if (!count || count > MOST_TARGETS) return PyLong_FromLong(NOT_SENT);
     struct message message = {(unsigned char)numbers[0],
                               (unsigned char)(numbers[1] | (PyBytes_Size(chain) ? CHAINED : 0)),
                               (uint16_t)numbers[2], numbers[3], numbers[4], numbers[5], numbers[6], numbers[7]};
@@ -961,10 +956,10 @@ static PyObject *module_post(PyObject *module, PyObject *const *args, Py_ssize_t
     for (Py_ssize_t i = 0; i < count && result == 1; i++) {
         if (!commit(&message, &targets[i], &frame)) result = -1;
     }
-    for (Py_ssize_t i = 0; i < count && result >= 1; i++) {
+    for (Py_ssize_t i = 0; i < count && result >= SENT; i++) {
         Lane *lane = targets[i].lane;
         if (rouse(lane->writer)) ring_bell(lane->fd); /* without room for it there is something to read, which wakes, too */
-        if (lane->session->unacked_bytes > lane->most_bytes) result = 2;
+        if (lane->session->unacked_bytes > lane->most_bytes) result = FULL;
     }
     release(&frame);
     for (Py_ssize_t i = 0; i < ready; i++) Py_XDECREF(targets[i].kept);
@@ -1017,8 +1012,9 @@ static PyObject *module_look(PyObject *module, PyObject *const *args, Py_ssize_t
     volatile char *bell = PyByteArray_AsString(args[3]);
     Py_ssize_t count = PyTuple_Size(args[0]);
     long epoll = PyLong_AsLong(args[1]);
-    uint64_t time_ns = (uint64_t)(PyFloat_AsDouble(args[2]) * 1e9), longest = 0;
+    double time_s = PyFloat_AsDouble(args[2]);
     if (PyErr_Occurred()) return NULL;
+    uint64_t time_ns = (uint64_t)(time_s * 1e9), longest = 0;
     if (count > MOST_LOOKED_AT) count = MOST_LOOKED_AT;
     for (Py_ssize_t i = 0; i < count; i++) {
         if (!(rings[i] = reader_at(args[0], i))) return NULL;

@@ -165,6 +165,13 @@ def test_nonsense_is_refused(targets: Any) -> None:
     assert targets == () and sent == 0
 
 
+def test_numbers_come_from_an_iterator_or_from_nowhere(make: Make) -> None:
+    way = make()
+    with pytest.raises(TypeError):
+        post((way, 5, 7, 0))
+    assert way.state == (0, 0, 0)
+
+
 def test_only_a_sleeper_is_woken(make: Make) -> None:
     way = make()
     ring.wake_up((way.reader,))

@@ -14,7 +14,7 @@ from monarch.transports.base import Link
 _LIMIT_S: Final = 1.0
 _LEAST_S: Final = 0.05
 _AGAIN_S: Final = 0.02
-"""Not everything that is waited for is told, as is that a link has broken."""
+"""Not all that is waited for is told of: that a link has broken is not."""
 
 
 def settle(

@@ -61,7 +61,7 @@ class Intake:
         try:
             for at, frame in enumerate(frames):
                 if type(frame) is not Envelope and (inner := session.accept(frame, now_s)) is not None:
-                    frames[at] = frame = Envelope.parse(inner)
+                    frames[at] = frame = Envelope.parse(inner)  # in its place: what an interrupt takes back is counted
                 if type(frame) is Envelope:
                     try:
                         if frame.dst_proc == self._key:

@@ -49,7 +49,8 @@ class State(Enum):
 
 @define(eq=False)
 class Peer:
-    """See the module. `lock` guards all that sending touches: the session's numbers, the link, the outbox."""
+    """See the module. `lock` guards all that sending touches: the session's numbers, the link, the outbox. Only
+    `compiled.post` does without: while the lane is open, and nothing of ours runs in between."""
 
     proc: ProcId
     session: Session

@@ -152,7 +152,7 @@ class Poller:
             ready = ring.fall_asleep(readers)
             if not ready:
                 found = self._sleep(timeout_s)
-                ring.wake_up(readers)
+                ring.wake_up(readers)  # who pushes while handlers run need not ring: we look before we sleep again
                 return found
         self._rounds += 1
         found = list(map(events.__getitem__, ready))

@@ -130,7 +130,7 @@ class Hello:
 
 @define(eq=False)
 class _Numbering:
-    """What a `Session` does for every message. The compiled part has the same, and more: see `lane`."""
+    """What a `Session` does for every message. The compiled part has the same, for lanes: see `monarch.compiled`."""
 
     ack_every_n: int = 1000
     ack_interval_s: float = 0.5
@@ -224,7 +224,8 @@ if not TYPE_CHECKING and compiled.part is not None:
 
 
 class Session(_Numbering):
-    """One peer's numbering. Whoever calls `wrap` holds the peer's send lock; `accept` is the driving thread's."""
+    """One peer's numbering. Whoever calls `wrap` holds the peer's send lock, with its lane closed, since `compiled.post`
+    numbers messages without it; `accept` is the driving thread's, and so is a ring that accepts messages."""
 
     __slots__ = ()
 

@@ -138,11 +138,6 @@ class Wire:
             with contextlib.suppress(OSError), self._socket() as sock:
                 sock.shutdown(socket.SHUT_RDWR)
 
-    def disown(self) -> None:
-        """In a forked copy that closes descriptors by number: leave them alone from now on."""
-        self._closer.detach()
-        self.closed = self.broken = True
-
     def _drop(self) -> None:
         for _, fds in self._queued:
             close_all(fds)

@@ -13,6 +13,8 @@ descriptors, wakes, and tells how the link ends.
 
 - *Order.* A record in the ring says how many frames of the stream come before it; a frame that is encoded for the
   stream begins with a part that says up to where the ring comes before it. Either waits for the other at the reader.
+- *Lanes.* As long as all that was sent before is on its way, `compiled.post` pushes messages by itself (`lane`). At the
+  other end the ring makes envelopes of those that are next in their session, in place of frames (`carry`).
 - *Waking.* A *bell* is a frame of the stream without even that first part.
 - *Who looks.* A poller that knows of rings looks at them itself before it sleeps, and says so (`attended`); for others
   every pop that leaves nothing behind puts the reader to sleep.

@@ -197,7 +197,7 @@ def test_a_forked_child_gives_nothing_back_and_writes_to_its_own():
     """What a child of fork lets go of, its parent still has, and what it writes, nobody else sees."""
     code = """
 import os
-from monarch.transports import registry, segments
+from monarch.transports import registry
 from monarch.transports.segments import Mapping, borrow
 class Holder: is_gone = False
 pool = registry.get("shm").memory

@@ -224,8 +224,8 @@ if not TYPE_CHECKING and compiled.part is not None:
 
 
 class Session(_Numbering):
-    """One peer's numbering. Whoever calls `wrap` holds the peer's send lock, with its lane closed, since `compiled.post`
-    numbers messages without it; `accept` is the driving thread's, and so is a ring that accepts messages."""
+    """One peer's numbering. Whoever calls `wrap` holds the peer's send lock, with its lane closed: `compiled.post`
+    takes no lock. `accept` is the driving thread's, and so is the ring that accepts messages."""
 
     __slots__ = ()
 

@@ -62,18 +62,34 @@ def encode(obj: object, find_memory: Memory = _anywhere, explain: bool = True) -
     Raises:
         Exception: what pickling raised, of unchanged type, with a note that names the place inside `obj` (`explain`).
     """
+    return _within_limit(_encoded(obj, find_memory, explain))
+
+
+def encode_last(box: list[Any], find_memory: Memory = _anywhere) -> list[Buffer]:
+    """As `encode`, of the only item of `box`, which is taken out: what nobody here needs any more. Memory that was lent
+    to this process, and that nothing else shows, is passed on as it is, which costs no copy and no memory."""
+    claims: list[tuple[int, Claim]] = []
+    parts = _encoded(box.pop(), find_memory, True, claims)  # in no variable: from here on nothing of ours holds it
+    for at, claimed in claims:
+        parts[at] = claimed.settle() or memory.copied(claimed.memory, find_memory() or memory.allocate)
+    return _within_limit(parts)
+
+
+def _encoded(
+    obj: object, find_memory: Memory, explain: bool, claims: list[tuple[int, Claim]] | None = None
+) -> list[Buffer]:
+    """`claims`: see `_dump`."""
     verdict = _SIMPLE if type(obj) in _ATOMS else _survey(obj, _MAX_DEPTH)
     if verdict == _SIMPLE:
-        return _within_limit([pickle.dumps(obj, 5)])
+        return [pickle.dumps(obj, 5)]
     if (packed := _packed((obj,), None)) is not None:
         return packed
     try:
-        parts = _dump(obj, find_memory(), verdict)
+        return _dump(obj, find_memory(), verdict, claims)
     except Exception as error:
         if explain:
             _blame(error, [("the value", obj)])
         raise
-    return _within_limit(parts)
 
 
 def encode_call(
@@ -89,7 +105,7 @@ def encode_call(
         if _ATOMS.issuperset(map(type, args)):
             return _within_limit([pickle.dumps((args, kwargs), 5)])  # 0.6 us for three plain arguments
         if (packed := _packed(args, kwargs)) is not None:
-            return packed
+            return _within_limit(packed)
     call = (args, kwargs)
     verdict = _survey(args, _MAX_DEPTH)
     if kwargs and verdict != _LARGE:
@@ -103,34 +119,6 @@ def encode_call(
         _blame(error, [*named, *((f"argument {name!r}", value) for name, value in kwargs.items())])
         raise
     return _within_limit(parts)
-
-
-def encode_last(box: list[Any], find_memory: Memory = _anywhere) -> list[Buffer]:
-    """As `encode`, of the only item of `box`, which is taken out: what nobody here needs any more. Memory that was lent
-    to this process, and that nothing else shows, is passed on as it is, which costs no copy and no memory."""
-    obj = box.pop()
-    verdict = _SIMPLE if type(obj) in _ATOMS else _survey(obj, _MAX_DEPTH)
-    if verdict == _SIMPLE:
-        return _within_limit([pickle.dumps(obj, 5)])
-    if (packed := _packed((obj,), None)) is not None:
-        return packed
-    allocate = find_memory()
-    claims: list[tuple[int, Claim]] = []
-    try:
-        parts = _dump(obj, allocate, verdict, claims)
-    except Exception as error:
-        _blame(error, [("the value", obj)])
-        raise
-    del obj
-    for at, claimed in claims:
-        parts[at] = claimed.settle() or _copied(claimed.memory, allocate)
-    return _within_limit(parts)
-
-
-def _copied(part: memoryview, allocate: Allocate | None) -> memoryview:
-    room = (allocate or memory.allocate)(len(part))
-    memory.copy(room, part)
-    return room
 
 
 def _within_limit(parts: list[Buffer]) -> list[Buffer]:
@@ -234,10 +222,9 @@ def _packed(items: tuple[Any, ...], kwargs: dict[str, Any] | None) -> list[Buffe
         if array.nbytes >= OUT_OF_BAND_BYTES:
             return None
         rebuild, parts = _reducers[type(array)](array, _UNUSED)
-        pickled = pickle.dumps(([*items[:at], parts, *items[at + 1 :]], at, _REBUILD[rebuild], kwargs), 5)
+        return [pickle.dumps(([*items[:at], parts, *items[at + 1 :]], at, _REBUILD[rebuild], kwargs), 5), b""]
     except Exception:
         return None  # something else, or it cannot be sent: who tries again says why
-    return _within_limit([pickled, b""])
 
 
 def _unpacked(pickled: Buffer) -> Any:

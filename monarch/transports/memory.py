@@ -263,6 +263,13 @@ def copy(to: memoryview, part: Buffer) -> None:
         to[:] = part
 
 
+def copied(part: Buffer, allocate: Callable[[int], memoryview] = allocate) -> memoryview:
+    """Memory from `allocate` with the bytes of `part` in it."""
+    own = allocate(len(part))
+    copy(own, part)
+    return own
+
+
 def move(to: int, start: int, size_bytes: int, *owners: object) -> None:
     """Copy from the address `start` to the address `to`, in memory that lives as long as `owners`."""
     in_halves(lambda at, count: ctypes.memmove(to + at, start + at, count), size_bytes, *owners)

@@ -34,7 +34,7 @@ from monarch.errors import RemoteProtocolError
 from monarch.transports.base import Buffer, Missing, Viability
 from monarch.transports.framing import DESCRIPTION_BYTES, FrameDecoder, encode_joined
 from monarch.transports.ipc import UnixTransport
-from monarch.transports.memory import Returned, allocate, copy
+from monarch.transports.memory import Returned, copied
 from monarch.transports.pool import Pool
 from monarch.transports.ring_link import RingLink
 from monarch.transports.segments import Mapping, Unmapped, attach, borrow, can_share
@@ -224,7 +224,7 @@ class _Sharing:
             if isinstance(segment, Unmapped):
                 return segment.read(offset, size_bytes, mark)
             memory = borrow(segment, offset, size_bytes, mark)
-            return memory if kind == _FOR_GOOD else _copied(memory)
+            return memory if kind == _FOR_GOOD else copied(memory)
         except MemoryError:
             return Missing.of(size_bytes)
         except (OSError, ValueError) as error:
@@ -249,12 +249,6 @@ class _Sharing:
             if error.errno not in _NO_DESCRIPTOR:
                 raise
             return Missing.of(size_bytes, "no descriptor is free (see `ulimit -n`)")
-
-
-def _copied(memory: memoryview) -> memoryview:
-    own = allocate(len(memory))
-    copy(own, memory)
-    return own
 
 
 class ShmTransport:

@@ -286,8 +286,7 @@ class Instance(Sender):
 
     def _start_now(self, coro: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Its first step is made at once."""
-        if self._is_loop_hidden:
-            self._show_loop()
+        self._show_loop()
         return self._loop.start_now(coro, contextvars.copy_context())
 
     def stillborn(self, down: Down) -> None:
@@ -359,15 +358,15 @@ class Instance(Sender):
             asyncio._set_running_loop(None)
 
     def _show_loop(self) -> None:
-        self._is_loop_hidden = False
-        asyncio._set_running_loop(self._loop)
+        if self._is_loop_hidden:
+            self._is_loop_hidden = False
+            asyncio._set_running_loop(self._loop)
 
     def _turn(self) -> None:
         try:
             self._serve_some()
         finally:
-            if self._is_loop_hidden:
-                self._show_loop()
+            self._show_loop()
 
     def _serve_some(self) -> None:
         """Serve control messages and calls until there is nothing to do now."""
@@ -377,8 +376,7 @@ class Instance(Sender):
             if phase is not _SERVING and phase is Phase.ENDED:
                 return
             if mailbox.controls and (action := mailbox.take_control()) is not None:
-                if self._is_loop_hidden:
-                    self._show_loop()
+                self._show_loop()
                 action()
                 continue
             if phase is not _SERVING or self._current is not None:

@@ -237,8 +237,7 @@ class ActorBehavior:
             kwargs, args = box.pop(), box.pop()
             box.append(spec.method(self._actor, *args, **kwargs))
             del args, kwargs
-            if _forks != self._forks:
-                self._end_if_forked(None)
+            self._end_if_forked(None)
         except Exception as error:
             self._end_if_forked(error)
             return self._endpoint_failed(served, envelope, spec, port, error)

@@ -51,7 +51,14 @@ class Net:
         self.transport = registry.get(scheme)
         self.procs: list[Proc] = []
 
-    def proc(self, label: str = "p", keeper: ProcId | None = None, transport: Any = None, **limits: Any) -> Proc:
+    def proc(
+        self,
+        label: str = "p",
+        keeper: ProcId | None = None,
+        transport: Any = None,
+        listens: bool = True,
+        **limits: Any,
+    ) -> Proc:
         proc = Proc(
             ProcId(Uid.instance(label), "", keeper),
             transport if transport is not None else self.transport,
@@ -59,7 +66,10 @@ class Net:
             driver=self.driver,
             limits=Limits(**limits),
         )
-        proc.gateway.listen(f"{self.scheme}://")
+        if listens:
+            proc.gateway.listen(f"{self.scheme}://")
+        else:
+            proc.gateway.start()
         self.procs.append(proc)
         return proc
 

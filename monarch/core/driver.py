@@ -6,10 +6,11 @@ thread at a time. A thread that has to wait for something (a reply, a message) w
 - `ThreadDriver`: a side thread pumps, always. Each message costs a hop from it to the thread that waits.
 - `CallerDriver`: the thread that waits pumps until its own signal is set (the leader); others that wait meanwhile
   follow. One of them, the deputy, takes over when the leader has been away for `_BACK_S`, which is most often back by
-  then. A side thread takes over within `_TAKE_OVER_S` whenever no waiting thread leads, because they are all in user
-  code, and gives the lead back as soon as one asks for it. A follower for which the leader takes in one message after
-  the other, and nothing for itself, inherits the lead. So a call between two processes needs no thread hop, and
-  acknowledgements never wait for user code.
+  then. A side thread takes over where no waiting thread has led for `_TAKE_OVER_S`, because they are all in user code,
+  and gives the lead back as soon as one asks for it; it looks that often, and less often, down to every
+  `_LONGEST_PAUSE_S`, while it is not needed. A follower for which the leader takes in one message after the other, and
+  nothing for itself, inherits the lead. So a call between two processes needs no thread hop, and acknowledgements never
+  wait for user code.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from monarch.core.spin import Spin, cpus
 from monarch.transports import ring
 
 _TAKE_OVER_S: Final = 0.010
+_LONGEST_PAUSE_S: Final = 0.040
+"""Of the side thread, while calls follow each other: to look takes 50 to 200 us, in each of many processes."""
 _BACK_S: Final = 200e-6
 """A short endpoint takes 20 us; to wake a thread for the time, and again to give the lead back, 100 us and more."""
 _ALARMS: Final = 32
@@ -384,15 +387,18 @@ class CallerDriver:
     def _side(self) -> None:
         """Lead whenever no waiting thread has led for a while; give way as soon as one waits.
 
-        While calls follow each other it only looks every `_TAKE_OVER_S`; beside a leader that idles it sleeps, so that
+        While calls follow each other it only looks from time to time; beside a leader that idles it sleeps, so that
         an idle process is idle.
         """
         seen = -1
+        pause_s = _TAKE_OVER_S
         while not self._stopping:
             idle_s = time.monotonic() - self._led_at_s
             if idle_s < _TAKE_OVER_S:
-                self._side_signal.sleep_at_once(_TAKE_OVER_S - idle_s)
+                self._side_signal.sleep_at_once(pause_s - idle_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             elif self._lead.acquire(blocking=False):
+                pause_s = _TAKE_OVER_S
                 self.leads_aside = True
                 try:
                     while not self._followers and not self._stopping:

@@ -89,26 +89,28 @@ class Signal:
     def clear(self) -> None:
         self.is_set = False
 
-    def sleep(self, timeout_s: float | None, watch: Watch | None = None) -> None:
-        """Sleep until nudged; may return early. A thread whose sleeps are short looks for a while first. With a `watch`
-        that calls, too."""
-        spin = _own.spin
-        if self.looks and not ring.why_not and spin.pays() and self._look(spin):
-            return
-        began_s = time.monotonic()
-        if watch is None:
+    def sleep(self, timeout_s: float | None) -> None:
+        """Sleep until nudged; may return early. A thread whose sleeps are short looks for a while first."""
+        if not self.look():
+            began_s = time.monotonic()
             self.sleep_at_once(timeout_s)
-        else:
-            self._keep(watch, timeout_s)
-        spin.slept(time.monotonic() - began_s)
+            _own.spin.slept(time.monotonic() - began_s)
 
-    def _keep(self, watch: Watch, timeout_s: float | None) -> None:
+    def keep(self, watch: Watch, timeout_s: float | None) -> None:
+        """Sleep, as `sleep` does after a `look`; a call of the `watch` ends it, too."""
+        began_s = time.monotonic()
         self.wake = watch.nudge
         try:
             if not self.is_set and not self._lock.acquire(blocking=False):  # else a nudge came before
                 watch.wait(_until_look(timeout_s))
         finally:
             self.wake = None
+        _own.spin.slept(time.monotonic() - began_s)
+
+    def look(self) -> bool:
+        """Look for a nudge for a while, where that pays; whether one came."""
+        spin = _own.spin
+        return self.looks and not ring.why_not and spin.pays() and self._look(spin)
 
     def _look(self, spin: Spin) -> bool:
         """Whether a nudge came meanwhile."""
@@ -242,6 +244,8 @@ class CallerDriver:
         self._side_is_alert = False
         self._watch: Watch | None = make_watch(make_alarm())
         self._deputy = threading.Lock()  # held by the follower that keeps the watch
+        self._deputy_sleeps = False  # and is to be called; while it looks, it will see for itself
+        self._deputy_is_called = False
 
     def start(self, pump: Callable[[float | None], None], wake: Callable[[], None], name: str) -> None:
         self._pump, self._wake = pump, wake
@@ -288,7 +292,7 @@ class CallerDriver:
         try:
             self._heir, self._last_follower = None, 0
             self._leads += 1
-            if self._side_is_alert or self._deputy.locked():
+            if self._side_is_alert or self._deputy_is_called:
                 self._take_calls_back()
             signal.wake = self._wake
             self.is_eager = signal.looks
@@ -313,7 +317,9 @@ class CallerDriver:
         """This thread has left the lead, and is back soon, perhaps."""
         watch = self._watch
         if watch is not None and self._deputy.locked() and self._heir is None:
-            watch.call(_BACK_S)
+            if self._deputy_sleeps:
+                self._deputy_is_called = True
+                watch.call(_BACK_S)
         else:
             self._promote()
             self._alert_side()
@@ -326,7 +332,8 @@ class CallerDriver:
 
     def _take_calls_back(self) -> None:
         watch = self._watch
-        if watch is not None and self._deputy.locked():
+        if watch is not None and self._deputy_is_called:
+            self._deputy_is_called = False
             watch.call(None)
         if self._side_is_alert and self._alarms <= _ALARMS:  # the last one wakes it
             self._side_is_alert = False
@@ -355,8 +362,12 @@ class CallerDriver:
             signal.sleep(left_s)
             return
         try:
-            signal.sleep(left_s, watch)
+            if not signal.look():
+                self._deputy_sleeps = True
+                if self._lead.locked():  # who leaves from now on calls
+                    signal.keep(watch, left_s)
         finally:
+            self._deputy_sleeps = False
             self._deputy.release()
             if not self._lead.locked():  # the leader is away, and nobody keeps the watch now
                 self._alert_side()

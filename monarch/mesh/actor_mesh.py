@@ -227,6 +227,8 @@ class ActorMesh(MeshView, Generic[A]):
             if lanes is None:
                 return 0
             known = self._lanes = sender, ranks, lanes
+        if not known[2]:
+            return 0
         source = runtime.key, sender.actor_id.number, reply_port
         head = Kind.CALL, Flag.SEQUENCED, runtime.message_ttl, self._number, 0, *source
         return compiled.post(known[2], parts, chain, *head)

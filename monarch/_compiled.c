@@ -920,7 +920,7 @@ static int commit(const struct message *message, struct target *to, pieces *fram
     to->kept = NULL;
     tell(session);
     frame->starts[0] = head;
-    put(to->lane->writer, frame, 0);
+    put(to->lane->writer, frame, 0); /* there is room: see `all_have_room` */
     return 1;
 }
 

@@ -8,7 +8,7 @@ time for receiving and one at a time for sending (the two may be different threa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from attrs import define
 
@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 
 Buffer = bytes | bytearray | memoryview
 """Contiguous bytes. `memoryview`s are one-dimensional, of format B."""
+
+
+BIG_BYTES: Final = 96 << 10
+"""From here on a part gets memory of its own, which the receiver may write to. Below, a few more copies cost less than
+one more part, with its owner: an echo of 64 KiB takes 86 us, and not 127."""
 
 
 class Missing(bytes):
@@ -99,7 +104,7 @@ class Link(Protocol):
     def recv_nowait(self) -> list[Frame]:
         """All frames that have arrived whole, oldest first; an empty list when there are none.
 
-        The receiver owns the buffers. A part of 96 KiB or more is writable memory that nothing else refers to.
+        The receiver owns the buffers. A part of `BIG_BYTES` or more is writable memory that nothing else refers to.
 
         Raises:
             LinkClosed: the peer closed, and all its frames have been returned by earlier calls.

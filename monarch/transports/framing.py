@@ -22,10 +22,7 @@ from attrs import define, field
 
 from monarch.errors import RemoteProtocolError
 from monarch.transports import memory
-from monarch.transports.base import Buffer, Frame, Missing
-
-BIG_BYTES: Final = 96 << 10
-"""From here on a part gets memory of its own, which the receiver may write to."""
+from monarch.transports.base import BIG_BYTES, Buffer, Frame, Missing
 
 MAX_PARTS: Final = 1 << 20
 MAX_PART_BYTES: Final = 1 << 47  # what a process can address

@@ -22,8 +22,7 @@ from typing import ClassVar, Final
 from attrs import define, field
 
 from monarch.errors import AuthenticationError, LinkClosed, LinkSevered, TransportError
-from monarch.transports.base import Buffer, Frame, Inherit, Link, Memory, Viability, carry_anything
-from monarch.transports.framing import BIG_BYTES
+from monarch.transports.base import BIG_BYTES, Buffer, Frame, Inherit, Link, Memory, Viability, carry_anything
 from monarch.transports.url import parse
 
 QUEUE_BYTES: Final = 4 << 20

@@ -13,14 +13,17 @@ import os
 from typing import TYPE_CHECKING, Final
 
 from monarch import compiled
+from monarch.transports.base import BIG_BYTES
 from monarch.transports.segments import Mapping
 
 if TYPE_CHECKING:
     from monarch.compiled import Reader, Writer
 
 _DATA_BYTES: Final = 256 << 10
-"""Frames of more than three eighths of it go another way: no part of `framing.BIG_BYTES` is among the others."""
+"""Frames of more than three eighths of it go another way."""
 _HEAD_BYTES: Final = 256
+
+assert _DATA_BYTES // 8 * 3 <= BIG_BYTES, "a part that gets memory of its own is in no ring"
 
 why_not = compiled.why_not
 

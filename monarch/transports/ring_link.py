@@ -38,8 +38,8 @@ from monarch import compiled
 from monarch.errors import RemoteProtocolError, TransportError
 from monarch.log import get_logger
 from monarch.transports import ring
-from monarch.transports.base import Buffer, Frame
-from monarch.transports.framing import BIG_BYTES, FrameDecoder
+from monarch.transports.base import BIG_BYTES, Buffer, Frame
+from monarch.transports.framing import FrameDecoder
 from monarch.transports.stream import StreamLink
 
 if TYPE_CHECKING:

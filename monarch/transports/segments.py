@@ -26,7 +26,7 @@ from typing import Any, Final, Protocol
 from monarch.transports.memory import Lent, allocate, at_end, forget_loan, in_halves, note_loan
 
 SMALLEST_BYTES: Final = 64 << 10
-"""Of a slot. What is smaller is copied on its way; with rings, that costs less up to `framing.BIG_BYTES`."""
+"""Of a slot. What is smaller is copied on its way; with rings, that costs less up to `base.BIG_BYTES`."""
 
 MARKS_EACH: Final = 256
 """A slot can be lent to so many receivers at a time."""

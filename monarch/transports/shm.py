@@ -4,7 +4,7 @@ Decides which parts of a frame travel in it, and how they are described; leaves 
 connecting, small parts and the end of links to `ipc`.
 
 A link is a unix socket with a `ring` beside it for small frames. Everything goes there but the parts of
-`framing.BIG_BYTES` and more. Such a part lies in a slot of the sender's pool, from the start when its memory was asked
+`base.BIG_BYTES` and more. Such a part lies in a slot of the sender's pool, from the start when its memory was asked
 of the pool, else after one copy, and the frame has its description: (segment, mark, offset, how it is lent). The
 descriptor of a segment travels ahead of the first part in it, in the same stream (SCM_RIGHTS), so that what was sent
 can still be read when the sender has died. A part that was put there for a single receiver is lent to it for good: it

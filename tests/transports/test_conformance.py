@@ -19,9 +19,9 @@ import pytest
 
 from monarch.errors import AuthenticationError, LinkClosed, LinkSevered, TransportError
 from monarch.transports import certificates, registry, ring, shm
-from monarch.transports.base import Inherit, Link, Listener, Missing, Transport
+from monarch.transports.base import BIG_BYTES, Inherit, Link, Listener, Missing, Transport
 from monarch.transports.certificates import Certificates
-from monarch.transports.framing import BIG_BYTES, FrameDecoder
+from monarch.transports.framing import FrameDecoder
 from monarch.transports.url import parse
 from tests.certificates import Authority
 from tests.transports.drive import (

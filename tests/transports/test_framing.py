@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from monarch.errors import RemoteProtocolError
-from monarch.transports.base import Missing
+from monarch.transports.base import BIG_BYTES, Missing
 from monarch.transports.framing import (
-    BIG_BYTES,
     COUNT,
     GOODBYE,
     JOIN_BELOW_BYTES,

@@ -21,8 +21,7 @@ from monarch.compiled import part
 from monarch.core.poller import Poller
 from monarch.errors import LinkSevered, RemoteProtocolError
 from monarch.transports import registry, ring, ring_link
-from monarch.transports.base import Link
-from monarch.transports.framing import BIG_BYTES
+from monarch.transports.base import BIG_BYTES, Link
 from monarch.transports.ring_link import RingLink
 from monarch.transports.shm import FdSocket
 from monarch.transports.stream import StreamLink

@@ -6,8 +6,7 @@ what by reference (everything that can be imported), which buffers leave the pic
 - An encoded message is `[pickle, *buffers]`. Buffers of `OUT_OF_BAND_BYTES` and more leave the pickle: arrays and
   tensors wherever they are (`monarch.core.tensors`), and `bytes`, `bytearray` and `memoryview` where they are seen in
   the arguments or in a few levels of plain tuples, lists and dicts. Elsewhere these stay in the pickle, which costs a
-  copy on either side. A `memoryview` arrives as `bytes`, as with cloudpickle. A single small array among plain values
-  is taken apart, and an empty buffer says so.
+  copy on either side. A `memoryview` arrives as `bytes`, as with cloudpickle.
 - The encoder hands out *private snapshots*: memory that the sender could still change is copied, once, into memory from
   `allocate`; only `bytes`, which nobody can change, are passed on uncopied. So the sender may go on writing at once.
   Of what the sender gives up with the message (`encode_last`), memory that was lent to it is passed on, too.
@@ -82,8 +81,6 @@ def _encoded(
     verdict = _SIMPLE if type(obj) in _ATOMS else _survey(obj, _MAX_DEPTH)
     if verdict == _SIMPLE:
         return [pickle.dumps(obj, 5)]
-    if (packed := _packed((obj,), None)) is not None:
-        return packed
     try:
         return _dump(obj, find_memory(), verdict, claims)
     except Exception as error:
@@ -101,11 +98,8 @@ def encode_call(
         Exception: what pickling raised, of unchanged type, with a note such as "argument 2 ('x')['k'][0] is a
             _thread.lock, which cannot be pickled".
     """
-    if _ATOMS.issuperset(map(type, kwargs.values())):
-        if _ATOMS.issuperset(map(type, args)):
-            return _within_limit([pickle.dumps((args, kwargs), 5)])  # 0.6 us for three plain arguments
-        if (packed := _packed(args, kwargs)) is not None:
-            return _within_limit(packed)
+    if not kwargs and _ATOMS.issuperset(map(type, args)):
+        return _within_limit([pickle.dumps((args, kwargs), 5)])  # 0.6 us for three plain arguments
     call = (args, kwargs)
     verdict = _survey(args, _MAX_DEPTH)
     if kwargs and verdict != _LARGE:
@@ -146,8 +140,6 @@ def decode(parts: Sequence[Buffer]) -> Any:
         raise MemoryError(f"{lacking} for the {sum(map(_size_of, parts))} bytes of a message")
     if len(parts) == 1:
         return pickle.loads(parts[0])
-    if not parts[1]:
-        return _unpacked(parts[0])
     return _Unpickler(parts).load()
 
 
@@ -199,38 +191,6 @@ def _bulk(value: Any) -> int:
     if size >= OUT_OF_BAND_BYTES:
         return _LARGE
     return _OTHER if type(value) is memoryview else _SIMPLE
-
-
-# One small array
-
-
-def _packed(items: tuple[Any, ...], kwargs: dict[str, Any] | None) -> list[Buffer] | None:
-    """The message, `[pickle, b""]`, where `items` are plain but one, a small array or tensor; else None. `kwargs`, of a
-    call, are plain.
-
-    What the array is made of is plain, too, so that pickle needs no code of ours: arguments of 1 KiB take 2.6 us to
-    encode, and 1.7 to decode; 6.0 and 2.5 by `_dump`.
-    """
-    at = -1
-    for place, item in enumerate(items):
-        if type(item) not in _ATOMS:
-            if at >= 0 or type(item) not in _reducers:
-                return None
-            at = place
-    array = items[at]
-    try:
-        if array.nbytes >= OUT_OF_BAND_BYTES:
-            return None
-        rebuild, parts = _reducers[type(array)](array, _UNUSED)
-        return [pickle.dumps(([*items[:at], parts, *items[at + 1 :]], at, _REBUILD[rebuild], kwargs), 5), b""]
-    except Exception:
-        return None  # something else, or it cannot be sent: who tries again says why
-
-
-def _unpacked(pickled: Buffer) -> Any:
-    items, at, number, kwargs = pickle.loads(pickled)
-    items[at] = tensors.REBUILD[number](*items[at])
-    return items[0] if kwargs is None else (tuple(items), kwargs)
 
 
 # Encoding
@@ -298,8 +258,6 @@ class _Outbox(Outbox):
         return False
 
 
-_UNUSED: Final = _Outbox(memory.allocate, None)  # by small arrays, which stay in the pickle
-_REBUILD: Final = {rebuild: number for number, rebuild in enumerate(tensors.REBUILD)}
 _reducers: dict[type, Reducer] = {}
 _by_reference: dict[int, object] = {}
 """Classes and functions that were found importable, by id. They are kept alive; their modules do that anyway. Saves

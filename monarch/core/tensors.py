@@ -296,7 +296,3 @@ def _dtypes(name: str) -> tuple[Any, Any]:
     if name in ("complex64", "complex128"):
         return dtype, numpy.dtype(name)
     return dtype, {1: numpy.dtype("u1"), 2: numpy.dtype("i2")}.get(dtype.itemsize)
-
-
-REBUILD: Final = _array, _tensor
-"""What makes an array or tensor of what a reducer says of a plain one."""

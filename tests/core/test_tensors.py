@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from monarch.core import tensors
-from monarch.core.codec import decode, encode, encode_call, private_parts
+from monarch.core.codec import decode, encode, private_parts
 
 np = pytest.importorskip("numpy")
 torch = pytest.importorskip("torch")
@@ -296,30 +296,3 @@ def test_an_unpicklable_object_inside_an_array_is_named() -> None:
     with pytest.raises(TypeError) as caught:
         encode([np.array([sys._getframe()], dtype=object)])
     assert "the value[0] is a numpy.ndarray" in caught.value.__notes__[0]
-
-
-def test_one_small_array_among_plain_arguments_is_taken_apart():
-    plain = np.arange(6.0)
-    encode([plain, torch.ones(1)])  # the first of each kind tells the codec that there are such
-    for array in (plain, plain[::2], np.zeros((2, 3), ">i2", order="F"), np.array(5), np.empty((0, 3))):
-        parts = encode_call((1, array, "x"), {"k": None})
-        assert parts[1:] == [b""] and b"monarch" not in parts[0]
-        (one, back, x), kwargs = decode(parts)
-        assert (one, x, kwargs) == (1, "x", {"k": None})
-        assert (back == array).all() and (back.dtype, back.shape) == (array.dtype, array.shape)
-        assert back.flags.writeable and back.flags.f_contiguous >= (array.flags.forc and array.flags.f_contiguous)
-    (tensor,), _ = decode(encode_call((torch.arange(6).view(2, 3).t(),), {}))
-    assert tensor.stride() == (1, 3) and tensor.tolist() == [[0, 3], [1, 4], [2, 5]]
-
-
-def test_arguments_that_are_the_same_array_arrive_as_one():
-    array = np.arange(6)
-    (one, two, [three]), kwargs = decode(encode_call((array, array, [array]), {"k": array}))
-    assert one is two is three is kwargs["k"]
-
-
-@pytest.mark.parametrize("make", [lambda: np.array([lambda: 7]), lambda: np.zeros(3, np.dtype("i4", metadata={1: 2}))])
-def test_arrays_that_are_not_plain_memory_go_their_own_way(make):
-    array = make()
-    (back, one), _ = decode(encode_call((array, 1), {}))
-    assert one == 1 and back.dtype == array.dtype and back.shape == array.shape

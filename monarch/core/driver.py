@@ -174,6 +174,10 @@ class Driver(Protocol):
         """Block the calling thread until `signal` is set; False when the time is over first."""
         ...
 
+    def soon(self) -> None:
+        """Something waits for the next pump: one is to come within 10 ms, also where nobody waits."""
+        ...
+
     def stop(self) -> None:
         """Pump no more. Threads that wait go on waiting for their signals."""
         ...
@@ -209,6 +213,9 @@ class ThreadDriver:
 
     def wait(self, signal: Signal, timeout_s: float | None = None) -> bool:
         return _sleep_until_set(signal, timeout_s)
+
+    def soon(self) -> None:
+        pass  # it pumps all the time
 
     def stop(self) -> None:
         self._stopping = True
@@ -246,6 +253,8 @@ class CallerDriver:
         self._deputy = threading.Lock()  # held by the follower that keeps the watch
         self._deputy_sleeps = False  # and is to be called; while it looks, it will see for itself
         self._deputy_is_called = False
+        self._pause_s = _TAKE_OVER_S  # of the side thread, between two looks
+        self._is_wanted = False  # something has waited for a pump since the last one
 
     def start(self, pump: Callable[[float | None], None], wake: Callable[[], None], name: str) -> None:
         self._pump, self._wake = pump, wake
@@ -402,14 +411,14 @@ class CallerDriver:
         an idle process is idle.
         """
         seen = -1
-        pause_s = _TAKE_OVER_S
         while not self._stopping:
             idle_s = time.monotonic() - self._led_at_s
             if idle_s < _TAKE_OVER_S:
-                self._side_signal.sleep_at_once(pause_s - idle_s)
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                self._pause_s = _TAKE_OVER_S if self._is_wanted else min(2 * self._pause_s, _LONGEST_PAUSE_S)
+                self._is_wanted = False
+                self._side_signal.sleep_at_once(self._pause_s - idle_s)
             elif self._lead.acquire(blocking=False):
-                pause_s = _TAKE_OVER_S
+                self._pause_s = _TAKE_OVER_S
                 self.leads_aside = True
                 try:
                     while not self._followers and not self._stopping:
@@ -428,6 +437,12 @@ class CallerDriver:
                 if self._lead.locked() and not self._stopping:
                     self._alarm.wait()
                 self._side_rests = False
+
+    def soon(self) -> None:
+        self._is_wanted = True
+        if self._pause_s > _TAKE_OVER_S:
+            self._pause_s = _TAKE_OVER_S
+            self._side_signal.nudge()
 
     def stop(self) -> None:
         self._stopping = True

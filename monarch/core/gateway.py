@@ -219,6 +219,7 @@ class Gateway:
         if not self._corked:
             self._linger_until_s = time.monotonic() + _LINGER_S
         self._corked.append(peer)
+        self.driver.soon()
         self._poller.wake()
 
     # ---- sending

@@ -52,7 +52,7 @@ def settle(
 def part(peer: Peer, deadline_s: float | None) -> None:
     """Close the link to `peer` (at once, without a word, where there is no deadline), and let go who waits for it."""
     with peer.lock:
-        link = peer.take_link()
+        link = peer.drop_link()
         waiting = peer.waiters()
     if link is not None and not link.blocked and deadline_s is not None:
         link.close(min(max(deadline_s - time.monotonic(), _LEAST_S), _LIMIT_S))  # an abort could overtake the goodbye

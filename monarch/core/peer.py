@@ -10,8 +10,8 @@
 
 The transitions are made in `peers`. Here is how frames leave. A lone frame leaves at once, from the thread that sends
 it. One who goes on sending without waiting for anything sends the first `_BURST` so, and then `_SEND_EVERY` together;
-the rest leaves with the next pump, which an idle side thread makes within a millisecond. 1000 calls at a time: over tcp
-22 k/s when all go one by one, and 45 k/s so; over ipc 48 and 62 k/s.
+the rest leaves with the next pump, which an idle side thread makes within some milliseconds. 1000 calls at a time: over
+tcp 22 k/s when all go one by one, and 45 k/s so; over ipc 48 and 62 k/s.
 """
 
 from __future__ import annotations
@@ -124,9 +124,9 @@ class Peer:
             with self.lock:
                 if self.down is not None:
                     return self.down
-                self._leave_lane()
+                self._close_lane()
                 self._send_now(self.session.wrap(parts, size_bytes))
-                self._take_lane()
+                self._open_lane()
         except BaseException:
             # A signal's handler raised, and nobody knows how far this got: the session begins again on a new link.
             self.torn = True
@@ -139,7 +139,7 @@ class Peer:
         with self.lock:
             if self.down is not None:
                 return self.down
-            self._leave_lane()
+            self._close_lane()
             for parts in messages:
                 frame = self.session.wrap(parts, sum(map(len, parts)))
                 if self.link is not None:
@@ -151,22 +151,22 @@ class Peer:
                     return None  # the pump will see the break, and the session still has the frames
                 if self.outbox or self.link.blocked:
                     self.cork(self)
-            self._take_lane()
+            self._open_lane()
         return None
 
     def say(self, kind: FrameType) -> None:
         """Send an ACK, HEARTBEAT or GOODBYE."""
         with self.lock:
-            self._leave_lane()
+            self._close_lane()
             self._send_now(self.session.control(kind))
-            self._take_lane()
+            self._open_lane()
 
-    def _leave_lane(self) -> None:
-        """What is sent now may go another way: nothing overtakes it. The lock is held, until `_take_lane`."""
+    def _close_lane(self) -> None:
+        """What is sent now may go another way: nothing overtakes it. The lock is held, until `_open_lane`."""
         if self.lane is not None:
             self.lane.open = False
 
-    def _take_lane(self) -> None:
+    def _open_lane(self) -> None:
         """Whatever was sent before is on its way: what comes may use the link's lane, if it has one."""
         link = self.link
         if link is not None and not self.outbox and not link.blocked:
@@ -174,7 +174,7 @@ class Peer:
             if self.lane is not None:
                 self.lane.open = True
 
-    def take_link(self) -> Link | None:
+    def drop_link(self) -> Link | None:
         """Have no link any more; the lock is held."""
         link, self.link = self.link, None
         if self.lane is not None:
@@ -229,9 +229,9 @@ class Peer:
             if self.link is not link:
                 return
             self.burst = _BURST - 1 if self.burst > _BURST + 1 else 0  # several queued up: somebody goes on sending
-            self._leave_lane()
+            self._close_lane()
             self._send_outbox(link)
-            self._take_lane()
+            self._open_lane()
             self.poller.watch(link.fileno(), link.blocked or bool(self.outbox))
 
     @property
@@ -268,7 +268,7 @@ class Peer:
             RemoteProtocolError: the peer claims to have what was never sent.
         """
         frames = self.session.resume(hello.received)
-        self.take_link()
+        self.drop_link()
         link.carry(self.session, self.send_buffer_bytes)
         self.link, self.we_dialed = link, we_dialed
         self.address, self.pid, self.host = hello.address, hello.pid, hello.host
@@ -282,7 +282,7 @@ class Peer:
 
     def detach(self) -> None:
         """The link is gone; the session keeps what was not acknowledged."""
-        self.take_link()
+        self.drop_link()
         self.outbox.clear()
         self.breaks += 1
         if self.down is None:

@@ -335,7 +335,7 @@ class Peers:
                 return
             peer.down = down
             peer.state = State.GONE
-            link = peer.take_link()
+            link = peer.drop_link()
         if link is not None:
             # What it sent before its end still counts.
             try:

@@ -59,7 +59,7 @@ from attrs import define, field
 
 from monarch.launch import claim, linux
 from monarch.launch.bootstrap import Job
-from monarch.launch.compiled import CodeStore, share_compiled_code
+from monarch.launch.code_store import CodeStore, share_compiled_code
 from monarch.launch.forked import Birth, become, close_all_but, replace_environment, unblock_signals
 from monarch.launch.guardian import fork_template
 from monarch.launch.heap import fill_holes

@@ -197,7 +197,7 @@ class ActorInstance(Spawner, CoreInstance):
 
 @define(eq=False)
 class Context:
-    """What `context()` gives.
+    """What `context()` gives, not to change. It is made for each message: frozen, it would take twice as long.
 
     Attributes:
         actor_instance: the running actor, or the client outside any.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections import deque
 
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from monarch import compiled
 from monarch.core.protocol import SESSION, FrameType, Hello, Session, frame_type, refusal, refused_because
 from monarch.errors import RemoteProtocolError
 
@@ -254,3 +257,23 @@ def test_a_hello_whose_fields_are_of_other_types_is_refused(field: str) -> None:
     body = json.loads(bytes(_HELLO.encode()[1])) | {field: [1]}
     with pytest.raises(RemoteProtocolError, match="is no hello"):
         Hello.decode(_hello_with(body))
+
+
+@pytest.mark.skipif(bool(compiled.why_not), reason=compiled.why_not or "there is a compiled part")
+def test_the_compiled_part_and_python_agree_on_what_is_not_said() -> None:
+    """One of the two is tested in a run; the other has the same defaults."""
+    pure = "import os; os.environ['MONARCH_RING'] = '0'\n"
+    code = (
+        "from monarch.core.protocol import Session; from monarch.core.envelope import Envelope\n"
+        "s = Session(); due = [s.accept(s.wrap([b'', bytes(1 << 18)], 1), 7.0) is not None and s.ack_due(7.0 + after)"
+        " for after in (0.0, 0.4, 0.5)]\n"
+        "e = Envelope(1, 2, 3, 4, 5, 6, [])\n"
+        "print(due, [s.ack_due(7.0) for n in range(2) if s.accept(s.wrap([b'', bytes(1 << 19)], 1), 7.0)],"
+        " e.flags, e.rank, e.seq, e.reply_port, e.ttl, e.chain, e.via, type(s).__mro__[1].__name__)"
+    )
+    run = [
+        subprocess.run([sys.executable, "-c", each + code], capture_output=True, text=True, check=True, timeout=60)
+        for each in ("", pure)
+    ]
+    said = [done.stdout.rpartition(" ") for done in run]
+    assert said[0][0] == said[1][0] != "" and said[0][2] != said[1][2]

@@ -14,8 +14,8 @@ from types import CodeType
 
 import pytest
 
-from monarch.launch import compiled
-from monarch.launch.compiled import CodeStore, share_compiled_code
+from monarch.launch import code_store
+from monarch.launch.code_store import CodeStore, share_compiled_code
 from monarch.launch.wire import memory_file
 from tests.forks import fork
 
@@ -96,7 +96,7 @@ def test_the_lock_of_a_dead_process_is_free(store: CodeStore) -> None:
 
 
 def test_nobody_waits_for_ever_for_one_who_compiles(store: CodeStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "_WAIT_S", 0.01)
+    monkeypatch.setattr(code_store, "_WAIT_S", 0.01)
 
     def meanwhile() -> CodeType:
         assert in_a_fork(lambda: CodeStore(store.fd).code_of(PATH, b"x = 2", compiler(b"x = 2"))) == 0

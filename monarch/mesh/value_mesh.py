@@ -7,7 +7,7 @@ stored. Neither is visible.
 
 from __future__ import annotations
 
-import threading
+from _thread import RLock  # that of `threading` is a function around it
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pprint import pformat
 from textwrap import indent
@@ -36,7 +36,7 @@ class _Undecoded:
         self._traceback: TracebackType | None = None
         self._value: object = None
         # One for each value: a slow one must not hold up the others. Reentrant: decoding may read the mesh.
-        self._lock = threading.RLock()
+        self._lock = RLock()
 
     def value(self) -> object:
         with self._lock:

@@ -250,19 +250,24 @@ class Future(Generic[R]):
                 try:
                     self._value = thunk()
                 except Exception as error:
+                    failed: Exception | None = error
                     if on_main_thread() and ALL_BUT_INTERRUPT.handlers():
                         # What the handler of an alarm raises is not the result: once more, without them.
                         with Held(signals=ALL_BUT_INTERRUPT):
-                            self._decode_again(thunk)
-                    else:
-                        self._fail_with(error)
+                            failed = self._decode_again(thunk)
+                    if failed is not None:
+                        self._fail_with(failed)
+                    self._thunk = self._trouble = None
+                    if type(failed) is not type(error):
+                        raise  # it was the handler's: it is for who looks now
                 self._thunk = self._trouble = None
 
-    def _decode_again(self, thunk: Callable[[], R]) -> None:
+    def _decode_again(self, thunk: Callable[[], R]) -> Exception | None:
         try:
             self._value = thunk()
         except Exception as error:
-            self._fail_with(error)
+            return error
+        return None
 
     def _fail_with(self, error: Exception) -> None:
         """Another BaseException interrupts a look, and is not what the call ended with: look again."""

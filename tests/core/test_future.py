@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from monarch.core.future import Future
+from monarch.core.future import Future, Outcome
 from monarch.core.held import Held
 from monarch.errors import ActorError
 
@@ -109,6 +109,33 @@ def test_the_traceback_of_an_interrupt_that_waited_shows_its_handler_and_where_i
         signal.signal(signal.SIGALRM, before)
     names = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
     assert names[1:] == ["__exit__", "handler"]
+
+
+@pytest.mark.parametrize("error", [None, KeyError("x")])
+def test_what_an_alarm_raises_while_a_result_is_read_goes_to_who_looks_and_is_not_the_result(
+    error: Exception | None,
+) -> None:
+    def handler(*_: object) -> None:
+        raise TimeoutError
+
+    future, looks = _pending(), []
+
+    def rebuild() -> int:
+        looks.append(1)
+        if len(looks) == 1:
+            signal.raise_signal(signal.SIGALRM)
+        if error is not None:
+            raise Outcome(error)
+        return 5
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        future._complete(rebuild)
+        with pytest.raises(TimeoutError):
+            future.get()
+        assert future.exception() is error and (error is not None or future.get() == 5)
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.mark.parametrize("timeout", [-1, float("inf"), float("nan"), -0.001])

@@ -39,7 +39,7 @@
 #define PAUSE() atomic_signal_fence(memory_order_seq_cst)
 #endif
 
-enum { VERSION = 6 }; /* of what Python calls here; compiled.py names the one that it needs */
+enum { VERSION = 7 }; /* of what Python calls here; compiled.py names the one that it needs */
 enum { HEAD_BYTES = 256, MOST_PARTS = 32, LOOKS_EACH = 64 };
 #define SKIP UINT32_MAX
 #define ENCODED (UINT32_C(1) << 31)
@@ -69,6 +69,8 @@ typedef struct {
     uint64_t mine;   /* tail of a writer, head of a reader: nobody else changes it */
     uint64_t theirs; /* writer: the head, as of the last look */
     uint64_t after;  /* frames that went, or came, another way so far */
+    uint64_t made;   /* reader: the number of the last message that was made of a record; for the session it has come
+                        once it has been delivered */
     char attended;   /* reader: whoever polls looks here before it sleeps */
     char armed;      /* reader: `asleep` was set, and nobody has looked since */
 } Ring;
@@ -404,36 +406,14 @@ static PyObject *session_unacked(Session *self, void *closure) {
     return found;
 }
 
-static void took(Session *self, uint64_t number, Py_ssize_t bytes, double now_s) {
-    self->received = number;
-    if (self->ack_due_s < 0) {
-        self->ack_due_s = now_s + self->ack_interval_s;
-        self->unacknowledged_bytes = 0;
-    }
-    self->unacknowledged_bytes += bytes;
-}
-
-static Py_ssize_t bytes_of(PyObject *frame) {
-    Py_ssize_t total = 0;
-    for (Py_ssize_t i = 0; PyList_Check(frame) && i < PyList_Size(frame); i++) {
-        Py_ssize_t size = PyObject_Size(PyList_GetItem(frame, i));
-        if (size < 0) PyErr_Clear(); /* it stands for what is missing */
-        total += size > 0 ? size : 0;
-    }
-    return total;
-}
-
-static PyObject *session_accept(Session *self, PyObject *const *args, Py_ssize_t n) {
-    if (n != 2 || !PyList_Check(args[0])) {
-        PyErr_SetString(PyExc_TypeError, "accept(frame, now_s): a frame is a list");
+static PyObject *session_accept(Session *self, PyObject *frame) {
+    if (!PyList_Check(frame)) {
+        PyErr_SetString(PyExc_TypeError, "accept(frame): a frame is a list");
         return NULL;
     }
-    PyObject *frame = args[0], *head;
-    double now_s = PyFloat_AsDouble(args[1]);
-    Py_ssize_t count = PyList_Size(frame);
-    if (PyErr_Occurred()) return NULL;
+    PyObject *head;
     Py_buffer view;
-    if (!count) return protocol_error("a frame head of 0 bytes");
+    if (!PyList_Size(frame)) return protocol_error("a frame head of 0 bytes");
     head = PyList_GetItem(frame, 0);
     if (PyObject_GetBuffer(head, &view, PyBUF_SIMPLE)) return NULL;
     uint64_t number = 0, acknowledged = 0;
@@ -460,7 +440,6 @@ static PyObject *session_accept(Session *self, PyObject *const *args, Py_ssize_t
     }
     if (kind < HELLO || kind > GOODBYE) return protocol_error("a frame of unknown type %d", (int)kind);
     if (kind == DATA && number == self->received + 1) {
-        took(self, number, bytes_of(frame), now_s);
         if (PyList_SetItem(frame, 0, inner)) return NULL;
         Py_INCREF(frame);
     } else {
@@ -470,6 +449,19 @@ static PyObject *session_accept(Session *self, PyObject *const *args, Py_ssize_t
     }
     forget_until(self, acknowledged); /* last: see there */
     return frame;
+}
+
+static PyObject *session_took(Session *self, PyObject *args) {
+    Py_ssize_t bytes;
+    double now_s;
+    if (!PyArg_ParseTuple(args, "nd", &bytes, &now_s)) return NULL;
+    self->received++;
+    if (self->ack_due_s < 0) {
+        self->ack_due_s = now_s + self->ack_interval_s;
+        self->unacknowledged_bytes = 0;
+    }
+    self->unacknowledged_bytes += bytes;
+    Py_RETURN_NONE;
 }
 
 static PyObject *session_ack_due(Session *self, PyObject *now) {
@@ -487,13 +479,6 @@ static PyObject *session_owes_ack(Session *self, void *closure) {
 static PyObject *session_sent(Session *self, void *closure) { return PyLong_FromUnsignedLongLong(self->sent); }
 static PyObject *session_received(Session *self, void *closure) { return PyLong_FromUnsignedLongLong(self->received); }
 static PyObject *session_unacked_bytes(Session *self, void *closure) { return PyLong_FromSsize_t(self->unacked_bytes); }
-
-static int session_receive(Session *self, PyObject *value, void *closure) {
-    uint64_t received = value ? PyLong_AsUnsignedLongLong(value) : 0;
-    if (PyErr_Occurred()) return -1;
-    self->received = received;
-    return 0;
-}
 
 /* ---- an envelope: see monarch/core/envelope.py, which has the same in Python */
 
@@ -531,6 +516,20 @@ static void envelope_dealloc(Envelope *self) {
     Py_XDECREF(self->parts);
     Py_XDECREF(self->chain);
     free_of((PyObject *)self);
+}
+
+static Py_ssize_t bytes_of(PyObject *parts) {
+    Py_ssize_t total = 0;
+    for (Py_ssize_t i = 0; PyList_Check(parts) && i < PyList_Size(parts); i++) {
+        Py_ssize_t size = PyObject_Size(PyList_GetItem(parts, i));
+        if (size < 0) PyErr_Clear(); /* it stands for what is missing */
+        total += size > 0 ? size : 0;
+    }
+    return total;
+}
+
+static PyObject *envelope_size(Envelope *self, void *closure) {
+    return PyLong_FromSsize_t(HEAD_OF_MESSAGE + bytes_of(self->parts));
 }
 
 /* Of a head, which has been checked for its size, and the list of parts behind it, which this takes over. */
@@ -587,7 +586,7 @@ static int next_record(Ring *self, struct record *record, uint64_t *at) {
         uint64_t place = mine & (self->capacity - 1), here = self->capacity - place, there = tail - mine;
         if (!there) return NOTHING;
         if (there > self->capacity || tail % 8) return BROKEN;
-        memcpy(&record->size, self->data + place, sizeof record->size);
+        record->size = *(const volatile uint32_t *)(self->data + place); /* once: another process may write there */
         if (record->size == SKIP) {
             if (here > there || !place) return BROKEN;
             mine += here;
@@ -595,7 +594,8 @@ static int next_record(Ring *self, struct record *record, uint64_t *at) {
         }
         if (record->size < sizeof *record || record->size > here || record->size > there || record->size % 8)
             return BROKEN;
-        memcpy(record, self->data + place, sizeof *record);
+        memcpy((char *)record + sizeof record->size, self->data + place + sizeof record->size,
+               sizeof *record - sizeof record->size);
         *at = mine;
         return (record->parts & ~ENCODED) > MOST_PARTS ? BROKEN : record->after > self->after ? NOTHING : RECORD;
     }
@@ -641,11 +641,11 @@ static PyObject *message_of(Ring *self, const struct record *record, const char 
         return NULL;
     memcpy(&number, head + 8, 8);
     memcpy(&known, head + 16, 8);
-    if (number != session->received + 1 || known > session->sent) return NULL;
+    if (number != (self->made > session->received ? self->made : session->received) + 1 || known > session->sent) return NULL;
     PyObject *parts = frame_of(record, from, 1);
     PyObject *message = parts ? envelope_of(self->envelope, head + HEAD_OF_SESSION, parts) : NULL;
     if (message) {
-        took(session, number, record->size, (double)now_ns() * 1e-9);
+        self->made = number;
         *acknowledged = known;
     }
     return message;
@@ -1133,7 +1133,8 @@ static PyType_Spec reader_spec = {"monarch._compiled.Reader", sizeof(Ring), 0, P
 static PyMethodDef session_methods[] = {
     {"keep", (PyCFunction)session_keep, METH_VARARGS, NULL},
     {"told", (PyCFunction)session_told, METH_NOARGS, NULL},
-    {"accept", (PyCFunction)(void (*)(void))session_accept, METH_FASTCALL, NULL},
+    {"accept", (PyCFunction)session_accept, METH_O, NULL},
+    {"took", (PyCFunction)session_took, METH_VARARGS, NULL},
     {"acknowledge", (PyCFunction)session_acknowledge, METH_O, NULL},
     {"abandon", (PyCFunction)session_abandon, METH_NOARGS, NULL},
     {"ack_due", (PyCFunction)session_ack_due, METH_O, NULL},
@@ -1141,7 +1142,7 @@ static PyMethodDef session_methods[] = {
 };
 static PyGetSetDef session_fields[] = {
     {"sent", (getter)session_sent, NULL, NULL, NULL},
-    {"received", (getter)session_received, (setter)session_receive, NULL, NULL},
+    {"received", (getter)session_received, NULL, NULL, NULL},
     {"unacked", (getter)session_unacked, NULL, NULL, NULL},
     {"unacked_bytes", (getter)session_unacked_bytes, NULL, NULL, NULL},
     {"owes_ack", (getter)session_owes_ack, NULL, NULL, NULL},
@@ -1159,6 +1160,10 @@ static PyMemberDef envelope_fields[] = {
     NUMBER(seq, T_ULONGLONG),       NUMBER(via, T_ULONGLONG),      NUMBER(reply_port, T_ULONGLONG),
     NUMBER(parts, T_OBJECT_EX),     NUMBER(chain, T_OBJECT_EX),    {NULL, 0, 0, 0, NULL},
 };
+static PyGetSetDef envelope_computed[] = {
+    {"size_bytes", (getter)envelope_size, NULL, NULL, NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
 static PyMethodDef lane_methods[] = {
     {"close", (PyCFunction)lane_close, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
@@ -1173,7 +1178,7 @@ static PyType_Slot session_slots[] = {
 };
 static PyType_Slot envelope_slots[] = {
     {Py_tp_new, envelope_new},       {Py_tp_dealloc, envelope_dealloc}, {Py_tp_methods, envelope_methods},
-    {Py_tp_members, envelope_fields}, {0, NULL},
+    {Py_tp_members, envelope_fields}, {Py_tp_getset, envelope_computed}, {0, NULL},
 };
 static PyType_Slot lane_slots[] = {
     {Py_tp_new, lane_new},       {Py_tp_dealloc, lane_dealloc}, {Py_tp_methods, lane_methods},

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FULL", "SENT", "Lane", "Reader", "Targets", "Writer", "part", "post", "why_not"]
 
-_VERSION: Final = 6
+_VERSION: Final = 7
 
 SENT: Final = 1
 FULL: Final = 2

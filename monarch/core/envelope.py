@@ -106,6 +106,10 @@ class _Fields:
             flags &= ~Flag.CHAINED
         return cls(kind, dst_proc, dst_actor, dst_port, src_proc, src_actor, parts, flags, rank, seq, reply, ttl, chain)
 
+    @property
+    def size_bytes(self) -> int:
+        return HEAD.size + sum(len(part) for part in self.parts)
+
 
 if not TYPE_CHECKING and compiled.part is not None:
     _Fields = compiled.part.Envelope
@@ -192,7 +196,3 @@ class Envelope(_Fields):
             self.dst_port,
             via=self.via,
         )
-
-    @property
-    def size_bytes(self) -> int:
-        return HEAD.size + sum(len(part) for part in self.parts)

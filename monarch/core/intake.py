@@ -42,8 +42,8 @@ class Intake:
         self._owing_acks: set[Peer] = set()
 
     def take(self, peer: Peer, frames: list[Any]) -> None:
-        """Frames of `peer`'s session, oldest first; in place of some the `Envelope`s that the link has made of them,
-        which it has accepted: see `Link.carry`.
+        """Frames of `peer`'s session, oldest first; in place of some the `Envelope`s that the link has made of them, in
+        their order: see `Link.carry`.
 
         Raises:
             ProtocolError: they make no sense.
@@ -57,28 +57,27 @@ class Intake:
         if not self._driver.leads_aside:
             peer.burst = 0
         session = peer.session
-        at = 0
-        try:
-            for at, frame in enumerate(frames):
-                if type(frame) is not Envelope and (inner := session.accept(frame, now_s)) is not None:
-                    frames[at] = frame = Envelope.parse(inner)  # in its place: what an interrupt takes back is counted
-                if type(frame) is Envelope:
-                    try:
-                        if frame.dst_proc == self._key:
-                            self._deliver(frame)
-                        else:
-                            self._pass_on(frame)
-                    except Exception:  # a bug above must not cost the messages behind this one
-                        log.exception("message.failed", proc=str(self._uid), kind=frame.kind)
-                elif frame_type(frame) == FrameType.GOODBYE:
-                    peer.said_goodbye = True
-                    peer.say(FrameType.ACK)
-                elif frame_type(frame) == FrameType.HEARTBEAT:
-                    peer.say(FrameType.ACK)
-        except BaseException:
-            # An interrupt: this message comes again on the next link, and with it those that were accepted behind it.
-            session.received -= sum(type(frame) is Envelope for frame in frames[at:])
-            raise
+        for frame in frames:
+            message: Envelope | None = None
+            if type(frame) is Envelope:
+                message = frame
+            elif (inner := session.accept(frame)) is not None:
+                message = Envelope.parse(inner)
+            if message is not None:
+                size_bytes = message.size_bytes  # whoever has it may take it apart
+                try:
+                    if message.dst_proc == self._key:
+                        self._deliver(message)
+                    else:
+                        self._pass_on(message)
+                except Exception:  # a bug above must not cost the messages behind this one
+                    log.exception("message.failed", proc=str(self._uid), kind=message.kind)
+                session.took(size_bytes, now_s)
+            elif frame_type(frame) == FrameType.GOODBYE:
+                peer.said_goodbye = True
+                peer.say(FrameType.ACK)
+            elif frame_type(frame) == FrameType.HEARTBEAT:
+                peer.say(FrameType.ACK)
         if peer.waiting_for_room:
             peer.tell_of_room()
         due = session.ack_due(now_s)

@@ -139,7 +139,7 @@ class _Numbering:
     sent: int = field(default=0, init=False)
     """Number of the last message that was kept."""
     received: int = field(default=0, init=False)
-    """Number of the last frame that arrived in order."""
+    """Number of the last message that was delivered."""
     unacked: deque[tuple[int, list[Buffer], int]] = field(factory=deque, init=False)
     """(number, parts, size in bytes), oldest first."""
     unacked_bytes: int = field(default=0, init=False)
@@ -161,8 +161,8 @@ class _Numbering:
         self._ack_due_s = None
         return received
 
-    def accept(self, frame: Frame, now_s: float) -> Frame | None:
-        """Take in a frame; returns `[head, *parts]` of a new data frame, or None.
+    def accept(self, frame: Frame) -> Frame | None:
+        """Take in a frame; returns `[head, *parts]` of a new data frame, or None. Such a one comes next until `took`.
 
         Raises:
             RemoteProtocolError: no frame of this protocol, or a gap in the numbers.
@@ -182,13 +182,17 @@ class _Numbering:
             if number <= self.received:
                 return None  # sent again after a break; it is here already
             raise RemoteProtocolError(f"frame {number} arrived after frame {self.received}")
-        self.received = number
+        frame[0] = head[_SESSION_BYTES:]
+        return frame
+
+    def took(self, size_bytes: int, now_s: float) -> None:
+        """What comes next has been delivered. The peer is not told before that it has arrived: where the link breaks
+        meanwhile, it comes again."""
+        self.received += 1
         if self._ack_due_s is None:
             self._ack_due_s = now_s + self.ack_interval_s
             self._unacknowledged_bytes = 0
-        self._unacknowledged_bytes += sum(map(len, frame))
-        frame[0] = head[_SESSION_BYTES:]
-        return frame
+        self._unacknowledged_bytes += size_bytes
 
     def acknowledge(self, number: int) -> None:
         """The peer has everything up to `number`."""
@@ -225,7 +229,7 @@ if not TYPE_CHECKING and compiled.part is not None:
 
 class Session(_Numbering):
     """One peer's numbering. Whoever calls `wrap` holds the peer's send lock, with its lane closed: `compiled.post`
-    takes no lock. `accept` is the driving thread's, and so is the ring that accepts messages."""
+    takes no lock. `accept` is the driving thread's, and so is the ring that makes messages."""
 
     __slots__ = ()
 

@@ -78,8 +78,8 @@ class Link(Protocol):
         ...
 
     def carry(self, session: object, most_bytes: int) -> None:
-        """This link carries `session`, one of `core.protocol`, and nothing else, from now on. `recv_nowait` may accept
-        its messages, and give them in place of their frames.
+        """This link carries `session`, one of `core.protocol`, and nothing else, from now on. `recv_nowait` may give
+        its messages in place of their frames; who has delivered one says so (`Session.took`).
 
         Args:
             most_bytes: who sends on the lane is told when more than so much is not acknowledged.

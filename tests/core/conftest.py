@@ -34,7 +34,7 @@ def quick_net() -> Iterator[Net]:
 
 @pytest.fixture
 def shm_net() -> Iterator[Net]:
-    """For what depends on memory that is lent."""
+    """For what depends on memory that is lent, or on rings."""
     yield from _net("shm", "caller")
 
 

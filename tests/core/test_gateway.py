@@ -717,6 +717,41 @@ def test_an_interrupt_of_the_thread_that_leads_costs_no_message(quick_net: Net) 
     assert _numbers(at_b.got, b"x") == list(range(20))
 
 
+def test_nobody_is_told_of_a_message_before_an_interrupt_can_have_cost_it(shm_net: Net) -> None:
+    """The messages behind the one that was being delivered were read with it, and others send meanwhile."""
+    a, b = shm_net.proc("a"), shm_net.proc("b")
+    (number, at_b), (back, at_a) = shm_net.port(b), shm_net.port(a)
+    send(a, b, number, b"x/0")
+    send(b, a, back, b"y/0")
+    until(lambda: bool(at_b.got and at_a.got))
+    take, waiting, all_sent = at_b.deliver, Signal(), threading.Event()
+    me, interrupted = threading.get_ident(), []
+
+    def deliver(envelope: Envelope) -> None:
+        if threading.get_ident() == me and not interrupted:
+            all_sent.wait(LIMIT_S)
+            if (at := int(bytes(envelope.parts[0])[2:])) > 5:
+                interrupted.append(at)
+                send(b, a, back, b"y/1")
+                raise KeyboardInterrupt
+        take(envelope)
+
+    at_b.deliver = deliver  # type: ignore[method-assign]
+
+    def talk() -> None:
+        until(lambda: bool(waiting.pumping))  # the main thread leads
+        for n in range(1, 20):
+            send(a, b, number, b"x/%d" % n)
+        all_sent.set()
+
+    sender = _threads(talk)
+    with pytest.raises(KeyboardInterrupt):
+        b.driver.wait(waiting, LIMIT_S)
+    _join(sender)
+    until(lambda: len(at_b.got) == 20 and len(at_a.got) == 2)
+    assert _numbers(at_b.got, b"x") == list(range(20))
+
+
 def test_a_timer_that_raises_does_not_cost_the_others(net: Net, caplog: pytest.LogCaptureFixture) -> None:
     a = net.proc("a")
     done = threading.Event()

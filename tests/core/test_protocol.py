@@ -60,8 +60,9 @@ class Sessions(RuleBasedStateMachine):
         if not other.greeted:
             return  # it reads the hello first
         for _ in range(min(count, len(self.sides[at].wire))):
-            inner = other.session.accept(self.sides[at].wire.popleft(), self.now_s)
+            inner = other.session.accept(self.sides[at].wire.popleft())
             if inner is not None:
+                other.session.took(sum(map(len, inner)), self.now_s)
                 other.got.append(bytes(inner[0]))
         if other.session.ack_due(self.now_s):
             other.send(other.session.control(FrameType.ACK))
@@ -120,7 +121,8 @@ TestSessions = Sessions.TestCase
 def _exchange(frames: int, size: int = 1, **options: float) -> tuple[Session, Session]:
     left, right = Session(), Session(**options)  # type: ignore[arg-type]
     for _ in range(frames):
-        assert right.accept(left.wrap([bytes(8), bytes(size)], size), 100.0) is not None
+        assert right.accept(left.wrap([bytes(8), bytes(size)], size)) is not None
+        right.took(8 + size, 100.0)
     return left, right
 
 
@@ -148,7 +150,7 @@ def test_an_acknowledgement_is_due_by_time_and_says_when() -> None:
 def test_every_frame_acknowledges_so_none_travels_alone_when_there_is_an_answer() -> None:
     left, right = _exchange(3)
     assert len(left.unacked) == 3
-    left.accept(right.wrap([bytes(8)], 8), 0.0)
+    left.accept(right.wrap([bytes(8)], 8))
 
     assert not left.unacked and left.unacked_bytes == 0 and not right.ack_due(1e9)
 
@@ -156,10 +158,12 @@ def test_every_frame_acknowledges_so_none_travels_alone_when_there_is_an_answer(
 def test_a_frame_that_comes_again_is_dropped_and_a_gap_is_an_error() -> None:
     left, right = Session(), Session()
     frames = [left.wrap([b"%d" % n], 1) for n in range(3)]
-    assert right.accept([bytes(frames[0][0])], 0.0) == [b"0"]
-    assert right.accept([bytes(frames[0][0])], 0.0) is None
+    for _ in range(2):  # nobody has delivered it
+        assert right.accept([bytes(frames[0][0])]) == [b"0"] and right.told() == 0
+    right.took(1, 0.0)
+    assert right.accept([bytes(frames[0][0])]) is None
     with pytest.raises(RemoteProtocolError, match="frame 3 arrived after frame 1"):
-        right.accept(frames[2], 0.0)
+        right.accept(frames[2])
     assert right.received == 1
     right.check_invariants()
 
@@ -167,7 +171,7 @@ def test_a_frame_that_comes_again_is_dropped_and_a_gap_is_an_error() -> None:
 @pytest.mark.parametrize("frame", [[], [b""], [bytes(23)], [b"x", bytes(100)]])
 def test_what_has_no_head_is_refused(frame: list[bytes]) -> None:
     with pytest.raises(RemoteProtocolError):
-        Session().accept(list(frame), 0.0)
+        Session().accept(list(frame))
     with pytest.raises(RemoteProtocolError):
         frame_type(list(frame))
 
@@ -175,14 +179,14 @@ def test_what_has_no_head_is_refused(frame: list[bytes]) -> None:
 @pytest.mark.parametrize("kind", [0, 6, 255])
 def test_a_frame_of_unknown_type_is_refused(kind: int) -> None:
     with pytest.raises(RemoteProtocolError, match=f"unknown type {kind}"):
-        Session().accept([SESSION.pack(kind, 0, 0)], 0.0)
+        Session().accept([SESSION.pack(kind, 0, 0)])
 
 
 def test_an_acknowledgement_of_what_was_never_sent_is_refused() -> None:
     session = Session()
     session.wrap([b"a"], 1)
     with pytest.raises(RemoteProtocolError, match="acknowledges frame 2 of 1"):
-        session.accept([SESSION.pack(FrameType.ACK, 0, 2)], 0.0)
+        session.accept([SESSION.pack(FrameType.ACK, 0, 2)])
     with pytest.raises(RemoteProtocolError, match="has received 2 frames of 1"):
         session.resume(2)
     assert len(session.unacked) == 1
@@ -194,7 +198,7 @@ def test_no_nonsense_makes_a_session_crash_or_lose_its_books(frame: list[bytes])
     session = Session()
     session.wrap([b"a"], 1)
     try:
-        session.accept(frame, 0.0)
+        session.accept(frame)
     except RemoteProtocolError:
         pass
     session.check_invariants()
@@ -265,10 +269,10 @@ def test_the_compiled_part_and_python_agree_on_what_is_not_said() -> None:
     pure = "import os; os.environ['MONARCH_RING'] = '0'\n"
     code = (
         "from monarch.core.protocol import Session; from monarch.core.envelope import Envelope\n"
-        "s = Session(); due = [s.accept(s.wrap([b'', bytes(1 << 18)], 1), 7.0) is not None and s.ack_due(7.0 + after)"
-        " for after in (0.0, 0.4, 0.5)]\n"
+        "def arrive(s, size): s.accept(s.wrap([b'', bytes(size)], 1)); s.took(size, 7.0)\n"
+        "s = Session(); due = [arrive(s, 1 << 18) or s.ack_due(7.0 + after) for after in (0.0, 0.4, 0.5)]\n"
         "e = Envelope(1, 2, 3, 4, 5, 6, [])\n"
-        "print(due, [s.ack_due(7.0) for n in range(2) if s.accept(s.wrap([b'', bytes(1 << 19)], 1), 7.0)],"
+        "print(due, [arrive(s, 1 << 19) or s.ack_due(7.0) for n in range(2)], e.size_bytes,"
         " e.flags, e.rank, e.seq, e.reply_port, e.ttl, e.chain, e.via, type(s).__mro__[1].__name__)"
     )
     run = [

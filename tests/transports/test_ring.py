@@ -168,6 +168,40 @@ def test_what_is_no_frame_is_refused_and_nothing_outside_is_read(garbage):
 
 
 @compiled
+def test_a_size_that_changes_while_it_is_looked_at_is_looked_at_once():
+    """Another process may write there at any time: what was compared is what counts."""
+    fd = os.memfd_create("ring")
+    os.ftruncate(fd, 256 + 4096)
+    with mmap.mmap(fd, 0) as memory:
+        memory[256:280] = struct.pack("<IIQII", 24, 1, 0, 4, 7)
+        memory[:8] = struct.pack("<Q", 24)
+        program = f"""if True:
+            import ctypes, mmap
+            size = ctypes.c_uint32.from_buffer(mmap.mmap({fd}, 0), 256)
+            print(flush=True)
+            while True:
+                size.value = 24
+                size.value = 4096 - 16
+            """
+        other = subprocess.Popen([sys.executable, "-c", program], pass_fds=[fd], stdout=subprocess.PIPE)
+        try:
+            other.stdout.readline()
+            places = set()
+            for _ in range(200_000):
+                reader = part.Reader(memory, None)
+                with suppress(ValueError):
+                    reader.pop(0)
+                places.add(reader.position)
+        finally:
+            other.kill()
+            other.wait()
+            other.stdout.close()
+            os.close(fd)
+        del reader
+    assert places == {0, 24}
+
+
+@compiled
 def test_what_is_encoded_is_decoded_where_it_comes_out(ends):
     writer, reader = ends
     reader.decode = lambda encoded: [b"decoded", encoded]

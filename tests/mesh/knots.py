@@ -115,9 +115,10 @@ class AsyncKnot(Actor):
 
     @endpoint
     async def go_in_background(self, way: list[Any]) -> str:
-        """A task waits for the call, and nobody for the task."""
+        """A task waits for the call, and nobody for the task; until the call that comes back is queued here."""
         self.tasks.append(asyncio.create_task(self._wait(way[0].go.call_one(way[1:]))))
-        await asyncio.sleep(0.01)
+        while not len(context().actor_instance.mailbox):
+            await asyncio.sleep(0)
         return "sent"
 
     @endpoint

@@ -25,6 +25,7 @@ _PREEMPTED_S: Final = 200e-6  # one round of looking takes 2 us; who has somethi
 _FEWEST_SKIPS: Final = 8
 _MOST_SKIPS: Final = 512
 _MOST_SHORT: Final = 16
+_SHORT_AT_FIRST: Final = 3
 
 
 @cache
@@ -41,7 +42,8 @@ class Spin:
 
     Args:
         time_s: the longest that it looks.
-        at_once: whether it looks before it has ever slept.
+        at_once: whether it looks before it has ever slept; otherwise after some short sleeps. Most threads that are new
+            get a message or two, and then none.
     """
 
     __slots__ = ("_clock", "_penalty", "_short_left", "_short_wanted", "_skips", "time_s")
@@ -53,7 +55,7 @@ class Spin:
         self._skips = 0  # waits that are still to sleep, since others need the CPU
         self._penalty = _FEWEST_SKIPS
         self._short_wanted = 0  # in a row, before the next look; grows with looks in vain since the last find
-        self._short_left = 0 if at_once else 1  # those that are still to come
+        self._short_left = 0 if at_once else _SHORT_AT_FIRST  # those that are still to come
 
     def look(self, poll: Callable[[float], list[tuple[int, int]]]) -> list[tuple[int, int]]:
         """What `poll(0)` finds within the time for it; an empty list: sleep."""

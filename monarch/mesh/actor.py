@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
@@ -101,11 +102,13 @@ class ActorClass:
 
     Attributes:
         name: `module.Qualname`.
+        signature: of the constructor; None where it does not say, as in C.
     """
 
     cls: type
     name: str
     endpoints: dict[str, EndpointSpec]
+    signature: inspect.Signature | None
 
     def check_kinds(self) -> None:
         """Raises: ValueError when sync and async endpoints are mixed and the setting `mixed_endpoints` forbids that."""
@@ -120,12 +123,10 @@ class ActorClass:
             TypeError: the constructor cannot be called with these.
             Exception: what the constructor's own check raises.
         """
+        if self.signature is None:
+            return  # it will be tried
         try:
-            signature = inspect.signature(self.cls)
-        except (ValueError, TypeError):
-            return  # a constructor in C, say: it will be tried
-        try:
-            signature.bind(*args, **kwargs)
+            self.signature.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(f"{self.cls.__qualname__}.__init__(): {error}") from None
         check = getattr(inspect.getattr_static(self.cls, "__init__"), _CHECK, None)
@@ -162,4 +163,7 @@ def _class_of(cls: Any) -> ActorClass:
         for name, found in sorted(attributes.items(), key=lambda item: item[0])
         if isinstance(found, EndpointProperty)
     }
-    return ActorClass(cls, f"{cls.__module__}.{cls.__qualname__}", endpoints)
+    signature = None
+    with contextlib.suppress(ValueError, TypeError):
+        signature = inspect.signature(cls)
+    return ActorClass(cls, f"{cls.__module__}.{cls.__qualname__}", endpoints, signature)

@@ -98,12 +98,8 @@ class Gateway:
     def listen(self, url: str) -> ProcId:
         """Accept links at `url`; returns this process's id with the address in it. Then start the driver."""
         self.open(url, self._secret)
-        self.start()
-        return self.proc
-
-    def start(self) -> None:
-        """Start the driver, and listen nowhere: this process dials, and `open`s when others ask for it."""
         self.driver.start(self.pump, self._poller.wake, str(self.proc.uid))
+        return self.proc
 
     def open(self, url: str, secret: bytes) -> Place:
         """Accept links at `url` from those who prove `secret`. Thread-safe, as the rest.

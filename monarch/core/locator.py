@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from monarch.core.address import best, domain_of
+from monarch.core.address import best
 from monarch.core.envelope import Envelope
 from monarch.core.ids import ProcId
 from monarch.core.monitor import Down, PeerGone
@@ -24,8 +24,8 @@ class Locator:
     """Of one process.
 
     Attributes:
-        openings: where the processes that this one keeps listen once others ask for them who cannot reach them
-            otherwise: (URL, secret). The first is for those of this host, and better than the others.
+        openings: where the processes that this one keeps listen too, once others ask for them who cannot reach them
+            otherwise: (URL, secret).
         unlaunched: by key of a process that this one is to launch, what waits for that.
     """
 
@@ -113,25 +113,20 @@ class Locator:
                 self._proc.answer(envelope, "gone", peer.down)
             elif peer.state is State.UP:
                 if self._proc.gateway.peers.keeps(peer.proc) and self.openings and best(peer.address, domains) is None:
-                    self._have_opened(envelope, peer, domains)
+                    self._have_opened(envelope, peer)
                 else:
                     self._proc.answer(envelope, "at", peer.address)
 
         self._proc.gateway.peers.when_settled(peer, settled)
 
-    def _have_opened(self, envelope: Envelope, peer: Peer, domains: list[str]) -> None:
-        """Answer with the places of a process once it listens at those of our openings that count in these domains."""
-        others = [opening for opening in self.openings[1:] if domain_of(*opening) in domains]
-        asked = self._proc.request(peer.proc, "open", [*self.openings[:1], *others])
+    def _have_opened(self, envelope: Envelope, peer: Peer) -> None:
+        """Answer with the places of a process once it listens at our openings."""
+        asked = self._proc.request(peer.proc, "open", self.openings)
 
         def answered() -> None:
-            error = asked.exception(0)
-            if error is None:
+            if asked.exception(0) is None:
                 (peer.address,) = asked.get(0)
-                self._proc.answer(envelope, "at", peer.address)
-            else:
-                deaf = Down("unreachable", f"{peer.title} cannot be dialed: {error}", peer.pid, peer.host)
-                self._proc.answer(envelope, "gone", peer.down or deaf)
+            self._proc.answer(envelope, "at", peer.address)
 
         asked._on_done(answered)
 

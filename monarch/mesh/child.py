@@ -70,14 +70,14 @@ def rehearse() -> None:
 
 
 def start(boot: Boot) -> MeshProc:
-    """The runtime of a new process. It listens nowhere until its keeper says that others ask for it."""
+    """The runtime of a new process: listening, and on its way to its keeper."""
     assert boot.proc.keeper is not None
     runtime = MeshProc(boot.proc, registry.get(boot.scheme), boot.secret, root=boot.root)
     if boot.has_setup:
         runtime.agent.await_setup()
     runtime.gateway.ways.secrets.update(boot.ways)
     runtime.gateway.ways.proxy = boot.proxy
-    runtime.gateway.start()
+    runtime.gateway.listen(boot.listen)
     return runtime
 
 

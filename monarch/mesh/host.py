@@ -87,10 +87,10 @@ class HostAgent:
         self._runtime = runtime
         self._starter = starter
         self._outputs = outputs
+        self._listen = listen
         self._lock = threading.Lock()
         self._procs: dict[int, _Launched] = {}
         self._on_down: dict[int, list[Callable[[], None]]] = {}
-        runtime.locator.openings = [(listen, runtime.secret), *runtime.locator.openings]
         runtime.handlers["launch"] = self._on_launch
         runtime.handlers["await_up"] = self._on_await_up
         runtime.handlers["stop_procs"] = self._on_stop_procs
@@ -111,7 +111,7 @@ class HostAgent:
         config = settings.export() if self.config is None else self.config
         gateway = runtime.gateway
         ways, proxy = dict(gateway.ways.secrets), gateway.ways.proxy
-        where = (runtime.root, gateway.transport.scheme, runtime.secret, ways, proxy, self.path)
+        where = (runtime.root, gateway.transport.scheme, self._listen, runtime.secret, ways, proxy, self.path)
         starts: list[Start] = []
         launched: list[_Launched] = []
         for request in requests:

@@ -55,6 +55,7 @@ class Boot:
     proc: ProcId
     root: ProcId
     scheme: str
+    listen: str
     secret: bytes = field(repr=False)
     ways: dict[str, bytes] = field(factory=dict, repr=False)
     proxy: str = ""

@@ -51,14 +51,7 @@ class Net:
         self.transport = registry.get(scheme)
         self.procs: list[Proc] = []
 
-    def proc(
-        self,
-        label: str = "p",
-        keeper: ProcId | None = None,
-        transport: Any = None,
-        listens: bool = True,
-        **limits: Any,
-    ) -> Proc:
+    def proc(self, label: str = "p", keeper: ProcId | None = None, transport: Any = None, **limits: Any) -> Proc:
         proc = Proc(
             ProcId(Uid.instance(label), "", keeper),
             transport if transport is not None else self.transport,
@@ -66,10 +59,7 @@ class Net:
             driver=self.driver,
             limits=Limits(**limits),
         )
-        if listens:
-            proc.gateway.listen(f"{self.scheme}://")
-        else:
-            proc.gateway.start()
+        proc.gateway.listen(f"{self.scheme}://")
         self.procs.append(proc)
         return proc
 

@@ -266,38 +266,6 @@ def test_an_address_behind_a_keeper_is_asked_for(net: Net) -> None:
     assert peer(a, child).address == child.gateway.address
 
 
-def kept_and_deaf(net: Net, opening: str) -> tuple[Proc, ProcId]:
-    """A process that has a link to its keeper and listens nowhere, and its name for others."""
-    keeper = net.proc("keeper")
-    keeper.locator.openings = [(opening, SECRET)]
-    child = net.proc("child", keeper=keeper.proc_id, listens=False)
-    child.gateway.ways.secrets.update(keeper.gateway.ways.secrets)
-    known = ProcId(child.proc_id.uid, "", keeper.proc_id)
-    keeper.gateway.peers.of(known)
-    child.gateway.peers.connect(keeper.proc_id)
-    until(lambda: peer(keeper, child).state is State.UP)
-    return child, known
-
-
-def test_a_process_listens_from_the_first_that_asks_its_keeper_for_it(net: Net) -> None:
-    child, known = kept_and_deaf(net, f"{net.scheme}://")
-    number, at_child = net.port(child)
-    assert not child.gateway.places
-    for name in "ab":
-        a = net.proc(name)
-        a.send(value(a, child, number, name.encode()), known)
-    until(lambda: sorted(at_child.got) == [b"a", b"b"])
-
-    assert len(child.gateway.places) == 1
-
-
-def test_who_asks_for_a_process_that_cannot_listen_is_told(net: Net) -> None:
-    _, known = kept_and_deaf(net, "nowhere://")
-    error = net.proc("a").request(known, "never").exception(LIMIT_S)
-
-    assert isinstance(error, PeerGone) and "cannot be dialed" in str(error) and "nowhere" in str(error)
-
-
 @pytest.mark.parametrize("sender", ["keeper", "other"])
 def test_a_process_that_is_not_launched_yet_is_waited_for(net: Net, sender: str) -> None:
     keeper, other = net.proc("keeper"), net.proc("other")

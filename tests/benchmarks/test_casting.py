@@ -14,7 +14,8 @@ def test_no_node_carries_more_when_there_are_more_members() -> None:
         # The cast, and an acknowledgement for each host.
         assert figures.root.writes <= _FAN_OUT + figures.hosts
         assert figures.answers.writes <= figures.hosts + _FAN_OUT
-        assert figures.member.writes == 1
+        # The answer, which is made here while the message is being delivered, and an acknowledgement after that.
+        assert figures.member.writes <= 2
         assert figures.agent.writes <= _PER_HOST * 2 + _FAN_OUT * 2 + 3
     assert (few.depth, many.depth) == (2, 3)
     assert few.steps < many.steps <= few.steps + 2

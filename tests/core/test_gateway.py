@@ -656,12 +656,28 @@ def test_a_sink_that_raises_does_not_cost_the_messages_behind(net: Net, caplog: 
     assert "message.failed" in caplog.text and peer(b, a).breaks == 0
 
 
+def _be_interrupted(a: Proc, b: Proc, number: int, all_sent: threading.Event) -> None:
+    """Lead `b` while `a` sends it x/1 to x/19, until what is delivered there interrupts this thread."""
+    waiting = Signal()
+
+    def talk() -> None:
+        until(lambda: bool(waiting.pumping))
+        for n in range(1, 20):
+            send(a, b, number, b"x/%d" % n)
+        all_sent.set()
+
+    sender = _threads(talk)
+    with pytest.raises(KeyboardInterrupt):
+        b.driver.wait(waiting, LIMIT_S)
+    _join(sender)
+
+
 def test_an_interrupt_of_the_thread_that_leads_costs_no_message(quick_net: Net) -> None:
     a, b = quick_net.proc("a"), quick_net.proc("b")
     number, at_b = quick_net.port(b)
     send(a, b, number, b"x/0")
     until(lambda: at_b.got)
-    take, waiting = at_b.deliver, Signal()
+    take = at_b.deliver
     me, interrupted = threading.get_ident(), []
 
     def deliver(envelope: Envelope) -> None:
@@ -671,16 +687,7 @@ def test_an_interrupt_of_the_thread_that_leads_costs_no_message(quick_net: Net) 
         take(envelope)
 
     at_b.deliver = deliver  # type: ignore[method-assign]
-
-    def talk() -> None:
-        until(lambda: bool(waiting.pumping))  # the main thread leads
-        for n in range(1, 20):
-            send(a, b, number, b"x/%d" % n)
-
-    sender = _threads(talk)
-    with pytest.raises(KeyboardInterrupt):
-        b.driver.wait(waiting, LIMIT_S)
-    _join(sender)
+    _be_interrupted(a, b, number, threading.Event())
     until(lambda: len(at_b.got) == 20)
     assert _numbers(at_b.got, b"x") == list(range(20))
 
@@ -692,7 +699,7 @@ def test_nobody_is_told_of_a_message_before_an_interrupt_can_have_cost_it(shm_ne
     send(a, b, number, b"x/0")
     send(b, a, back, b"y/0")
     until(lambda: bool(at_b.got and at_a.got))
-    take, waiting, all_sent = at_b.deliver, Signal(), threading.Event()
+    take, all_sent = at_b.deliver, threading.Event()
     me, interrupted = threading.get_ident(), []
 
     def deliver(envelope: Envelope) -> None:
@@ -705,17 +712,7 @@ def test_nobody_is_told_of_a_message_before_an_interrupt_can_have_cost_it(shm_ne
         take(envelope)
 
     at_b.deliver = deliver  # type: ignore[method-assign]
-
-    def talk() -> None:
-        until(lambda: bool(waiting.pumping))  # the main thread leads
-        for n in range(1, 20):
-            send(a, b, number, b"x/%d" % n)
-        all_sent.set()
-
-    sender = _threads(talk)
-    with pytest.raises(KeyboardInterrupt):
-        b.driver.wait(waiting, LIMIT_S)
-    _join(sender)
+    _be_interrupted(a, b, number, all_sent)
     until(lambda: len(at_b.got) == 20 and len(at_a.got) == 2)
     assert _numbers(at_b.got, b"x") == list(range(20))
 

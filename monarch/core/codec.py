@@ -133,13 +133,11 @@ def decode(parts: Sequence[Buffer]) -> Any:
         MemoryError: there was none, or no descriptor of any, for a part of the message when it arrived.
         Exception: whatever unpickling raises; the code of users runs here.
     """
-    if len(parts) == 1 and type(parts[0]) is bytes:
+    if len(parts) == 1 and type(parts[0]) is not Missing:
         return pickle.loads(parts[0])
     if Missing in map(type, parts):
         lacking = next(part.lacking for part in parts if isinstance(part, Missing))
         raise MemoryError(f"{lacking} for the {sum(map(_size_of, parts))} bytes of a message")
-    if len(parts) == 1:
-        return pickle.loads(parts[0])
     return _Unpickler(parts).load()
 
 

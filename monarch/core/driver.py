@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final, Protocol
 
@@ -236,7 +236,7 @@ class CallerDriver:
         self._stopping = False
         self._lead = threading.Lock()
         self._leader = 0  # identity of the waiting thread that leads
-        self._followers: deque[Signal] = deque()
+        self._followers: OrderedDict[Signal, None] = OrderedDict()  # the oldest first; a thousand leave in any order
         self._last_follower = 0  # identity of the thread
         self._returns = 0  # how often it has followed, one time after the other, since the leader leads
         self._heir: Signal | None = None  # the follower that is to lead next, until it does, or does not wait any more
@@ -349,7 +349,7 @@ class CallerDriver:
             self._alarm.set(None)
 
     def _follow(self, signal: Signal, left_s: float | None, held: Held | NothingHeld) -> None:
-        self._followers.append(signal)
+        self._followers[signal] = None
         try:
             if self._heir is None and not self._lead.locked():
                 return  # the leader left before it could see this follower
@@ -359,8 +359,8 @@ class CallerDriver:
                 self._rest(signal, left_s, held)
         finally:
             try:
-                self._followers.remove(signal)
-            except ValueError:
+                del self._followers[signal]
+            except KeyError:
                 # Promoted. When the signal was set at the same moment, this thread will not lead: pass it on.
                 if signal.is_set or held.noted:
                     self._promote()
@@ -400,8 +400,8 @@ class CallerDriver:
             heir.nudge()
         elif self._followers:
             try:
-                self._followers.popleft().nudge()
-            except IndexError:
+                self._followers.popitem(last=False)[0].nudge()
+            except KeyError:
                 pass  # it has just left
 
     def _side(self) -> None:

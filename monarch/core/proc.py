@@ -472,4 +472,10 @@ class _Answer:
 
 
 def run_on_thread(name: str, run: Callable[[], None]) -> None:
-    threading.Thread(target=run, name=name, daemon=True).start()
+    """Run it on a thread of its own. Does not wait until that runs, as `Thread.start` would: it would take the
+    interpreter's lock to and fro between them, for each of many."""
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    started: Any = getattr(thread, "_started", None)
+    if started is not None:
+        started.wait = lambda timeout=None: None
+    thread.start()

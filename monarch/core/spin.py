@@ -54,8 +54,9 @@ class Spin:
         self.time_s, self._clock = time_s, clock
         self._skips = 0  # waits that are still to sleep, since others need the CPU
         self._penalty = _FEWEST_SKIPS
-        self._short_wanted = 0  # in a row, before the next look; grows with looks in vain since the last find
-        self._short_left = 0 if at_once else _SHORT_AT_FIRST  # those that are still to come
+        # Short sleeps in a row before the next look, which grow with looks in vain since the last find; those still to
+        # come.
+        self._short_wanted = self._short_left = 0 if at_once else _SHORT_AT_FIRST
 
     def look(self, poll: Callable[[float], list[tuple[int, int]]]) -> list[tuple[int, int]]:
         """What `poll(0)` finds within the time for it; an empty list: sleep."""

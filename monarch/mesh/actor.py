@@ -10,7 +10,7 @@ import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
-from attrs import define
+from attrs import define, field
 
 from monarch.core import settings
 from monarch.mesh.endpoint import EndpointProperty, EndpointSpec
@@ -103,12 +103,16 @@ class ActorClass:
     Attributes:
         name: `module.Qualname`.
         signature: of the constructor; None where it does not say, as in C.
+        is_async: whether the constructor may not block: unless every endpoint is sync.
+        calls: what the descriptions of calls to its actors mean; `dispatch` keeps them here, for all actors of it.
     """
 
     cls: type
     name: str
     endpoints: dict[str, EndpointSpec]
     signature: inspect.Signature | None
+    is_async: bool
+    calls: dict[bytes, Any] = field(factory=dict, init=False, eq=False, repr=False)
 
     def check_kinds(self) -> None:
         """Raises: ValueError when sync and async endpoints are mixed and the setting `mixed_endpoints` forbids that."""
@@ -132,11 +136,6 @@ class ActorClass:
         check = getattr(inspect.getattr_static(self.cls, "__init__"), _CHECK, None)
         if check is not None:
             check(*args, **kwargs)
-
-    @property
-    def is_async(self) -> bool:
-        """Whether the constructor may not block: unless every endpoint is sync."""
-        return not self.endpoints or any(spec.is_async for spec in self.endpoints.values())
 
 
 def checked_by(check: Callable[..., object]) -> Callable[[F], F]:
@@ -166,4 +165,5 @@ def _class_of(cls: Any) -> ActorClass:
     signature = None
     with contextlib.suppress(ValueError, TypeError):
         signature = inspect.signature(cls)
-    return ActorClass(cls, f"{cls.__module__}.{cls.__qualname__}", endpoints, signature)
+    is_async = not endpoints or any(spec.is_async for spec in endpoints.values())
+    return ActorClass(cls, f"{cls.__module__}.{cls.__qualname__}", endpoints, signature, is_async)

@@ -1,8 +1,9 @@
 """The agent of a process: makes actors from SPAWN messages, stops them, and tells owners of their ends.
 
-A SPAWN message is `[SpawnInfo, *body]`. The info is decoded here, on the driving thread, and holds nothing of the
-user's; the body is the encoded (class, args, kwargs), which the actor's own thread decodes, so that a slow import
-delays nobody.
+A SPAWN message is `[names, parentage, *body]`. Names and parentage are decoded here, on the driving thread, and hold
+nothing of the user's; the body is the encoded (class, args, kwargs), which the actor's own thread decodes, so that a
+slow import delays nobody. Actors by the thousand most often have the same parents: what is the same for all that one
+owner spawns on one mesh is encoded once, and decoded once in each process.
 
 Where a process has a bootstrap function, an actor of its own runs that: the setup. Others are made once it is through.
 """
@@ -10,7 +11,7 @@ Where a process has a bootstrap function, an actor of its own runs that: the set
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from typing import TYPE_CHECKING, Final
 
@@ -28,24 +29,39 @@ from monarch.mesh.dispatch import ActorBehavior
 from monarch.mesh.inspector import ACTOR_THREAD
 from monarch.mesh.ownership import release_owned
 from monarch.mesh.shape import Point
+from monarch.transports.base import Buffer
 
 if TYPE_CHECKING:
     from monarch.mesh.mesh_proc import MeshProc
     from monarch.mesh.proc_mesh import ProcMesh
 
+_PARENTAGES: Final = 8  # so many are kept; of a mesh of a thousand processes, one takes 46 KB
 _TELL_BEFORE: Final = 0.75  # what will be cut off, is told when so much of the time for it is over
 
 
 @define(frozen=True)
-class SpawnInfo:
-    """What a process must know to make its member of an actor mesh; the same for all members."""
+class Names:
+    """What is called what; the same for all members of an actor mesh."""
 
-    name: str
-    class_name: str
+    actor: str
+    cls: str
+    is_setup: bool = False
+
+    def encode(self) -> list[Buffer]:
+        return codec.encode((self.actor, self.cls, self.is_setup))
+
+    @classmethod
+    def of(cls, spawn: Envelope) -> Names:
+        return cls(*codec.decode(spawn.parts[:1]))
+
+
+@define(frozen=True)
+class Parentage:
+    """Where an actor comes from; the same for all actors that one owner spawns on one mesh."""
+
     proc_mesh: ProcMesh
     owner: ActorId
     creator: CreatorInstance
-    is_setup: bool = False
 
 
 class ProcAgent:
@@ -61,6 +77,7 @@ class ProcAgent:
         self._behind_setup: list[Envelope] | None = None  # actors that are made after it; None: it is through
         self._unprepared: Down | None = None  # the bootstrap function failed: no actor of others is made any more
         self._setup_lock = threading.RLock()  # the setup's thread is through, the driving thread adds
+        self._parentages: dict[bytes, Parentage] = {}  # by what they are encoded as
         self._stopping_all = False
         self._unheard: set[int] = set()  # actors that have failed, and whose owner has not heard of it for sure
         self._end_lock = threading.Lock()
@@ -91,31 +108,28 @@ class ProcAgent:
     def _on_spawn(self, envelope: Envelope) -> None:
         own = envelope.src_proc == self._runtime.key
         with self._setup_lock:
-            if self._behind_setup is not None and not own:
-                info: SpawnInfo = codec.decode(envelope.parts[:1])
-                if not info.is_setup:
-                    self._behind_setup.append(envelope)
-                    return
+            if self._behind_setup is not None and not own and not Names.of(envelope).is_setup:
+                self._behind_setup.append(envelope)
+                return
             down = None if own else self._unprepared
         self._make(envelope, down)
 
     def _make(self, envelope: Envelope, down: Down | None) -> None:
         """Make the actor, or, with `down` or where another reason is against it, tell its owner why not."""
         runtime = self._runtime
-        info: SpawnInfo = codec.decode(envelope.parts[:1])
+        names, parents = Names.of(envelope), self._parentage(envelope.parts[1])
         number = envelope.dst_actor
         down = down or self._objection(number)
-        runtime.monitors.watch((runtime.key, number), self._teller(info.owner, number, envelope.rank))
+        runtime.monitors.watch((runtime.key, number), self._teller(parents.owner, number, envelope.rank))
         if down is not None:
             runtime.never_born(number, down)
             return
-        rank = Point(envelope.rank, info.proc_mesh._region.extent)
-        actor_id = ActorId(runtime.proc_id, number, info.name)
-        instance = ActorInstance(
-            runtime, actor_id, info.name, info.class_name, rank, info.proc_mesh, info.creator, info.is_setup
-        )
-        behavior = ActorBehavior(instance, list(envelope.parts[1:]), lambda down: release_owned(instance, down))
-        instance.owner_key = info.owner.proc.key
+        mesh = parents.proc_mesh._own()
+        rank = Point(envelope.rank, mesh._region.extent)
+        actor_id = ActorId(runtime.proc_id, number, names.actor)
+        instance = ActorInstance(runtime, actor_id, names.actor, names.cls, rank, mesh, parents.creator, names.is_setup)
+        behavior = ActorBehavior(instance, list(envelope.parts[2:]), lambda down: release_owned(instance, down))
+        instance.owner_key = parents.owner.proc.key
         instance.on_failure = behavior.supervise
         instance.on_undeliverable = behavior.undeliverable
         runtime.books.owners[number] = instance
@@ -126,12 +140,21 @@ class ProcAgent:
             stack_signal.name_thread(instance.member)
             instance.run(behavior)
 
-        run = run_on_thread if info.is_setup else runtime.run_actor  # the main thread is for the user's actors
+        run = run_on_thread if names.is_setup else runtime.run_actor  # the main thread is for the user's actors
         try:
-            run(ACTOR_THREAD + info.name, live)
+            run(ACTOR_THREAD + names.actor, live)
         except Exception as error:  # the system gives no more threads: nobody shall wait for this actor
             down = runtime.failed(f"no thread could be started for it: {error}")
             instance.stillborn(evolve(down, actor=instance.member))
+
+    def _parentage(self, encoded: Buffer) -> Parentage:
+        encoded = bytes(encoded)
+        found = self._parentages.get(encoded)
+        if found is None:
+            if len(self._parentages) >= _PARENTAGES:
+                self._parentages.clear()
+            found = self._parentages[encoded] = codec.decode([encoded])
+        return found
 
     def _objection(self, number: int) -> Down | None:
         """Why an actor is not to be made here."""
@@ -215,14 +238,14 @@ class ProcAgent:
     def end_if_idle(self) -> None:
         """Call `on_end`, once, if all actors were to stop and have. That this process has been stopped must not
         overtake the news that one of them has failed."""
-        if not self._stopping_all or self._unheard or self._instances():
+        if not self._stopping_all or self._unheard or any(True for _ in self._instances()):
             return
         with self._end_lock:
             on_end, self.on_end = self.on_end, lambda: None
         on_end()
 
-    def _instances(self) -> list[Instance]:
-        return [actor for actor in list(self._runtime.actors.values()) if isinstance(actor, Instance)]
+    def _instances(self) -> Iterator[Instance]:
+        return (actor for actor in list(self._runtime.actors.values()) if isinstance(actor, Instance))
 
     def _on_proc_gone(self, key: int, down: Down) -> None:
         """Actors whose owner's process is gone end with it; the process they run on may be somebody else's."""

@@ -19,6 +19,7 @@ from monarch.core import address, settings
 from monarch.core.future import tell_all_unseen
 from monarch.core.ids import ActorId, new_number
 from monarch.core.monitor import Down
+from monarch.core.proc import run_on_thread
 from monarch.launch import linux, stack_signal
 from monarch.log import show_what_was_asked_for
 from monarch.mesh import actor_config
@@ -48,7 +49,7 @@ class MainThread:
         if mine:
             self._jobs.put(run)
         else:
-            threading.Thread(target=run, name=name, daemon=True).start()
+            run_on_thread(name, run)
 
     def end(self) -> None:
         self._jobs.put(None)

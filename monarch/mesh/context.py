@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import functools
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -133,7 +134,6 @@ class ActorInstance(Spawner, CoreInstance):
     """A running actor.
 
     Attributes:
-        origin: who it is in forwarded output.
         prepares: it only runs the bootstrap function of its process.
         owner_key: the process of its owner.
         on_failure, on_undeliverable: what it does about a failure of something it owns, and about a message that came
@@ -152,12 +152,16 @@ class ActorInstance(Spawner, CoreInstance):
         prepares: bool = False,
     ) -> None:
         CoreInstance.__init__(self, runtime, actor_id)
-        self.origin = Origin(name, rank.rank)
         self.prepares = prepares
         self._init_spawner(name, class_name, rank, proc_mesh, creator)
         self.owner_key = 0
         self.on_failure: Callable[[MeshFailure], None]
         self.on_undeliverable: Callable[[Envelope, Down], None]
+
+    @functools.cached_property
+    def origin(self) -> Origin:
+        """Who it is in forwarded output."""
+        return Origin(self.name, self.rank.rank)
 
     @property
     def member(self) -> str:

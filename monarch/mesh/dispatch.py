@@ -102,7 +102,7 @@ class ActorBehavior:
         self._release = release
         self._class: ActorClass
         self._actor: Any = None
-        self._described: dict[bytes, _Called] = {}
+        self._calls: dict[bytes, _Called] = {}
         self._owed: set[Envelope] = set()
         self._forks = _forks
 
@@ -121,6 +121,7 @@ class ActorBehavior:
         try:
             (cls, *args), kwargs = codec.decode(body)
             self._class = class_of(cls)
+            self._calls = self._class.calls
             loop.may_block = not self._class.is_async
             self._actor = cls(*args, **kwargs)
         except BaseException as error:
@@ -194,11 +195,12 @@ class ActorBehavior:
     def _describe(self, description: Buffer) -> _Called:
         """Which endpoint a call is for, the view that was called, and what the caller wants beside."""
         description = bytes(description)
-        found = self._described.get(description)
+        calls = self._calls
+        found = calls.get(description)
         if found is None:
             found = _Called(*pickle.loads(description))
-            if len(self._described) < 1024 and (found.extra is None or not found.extra.keys() & {"reply", "wrap"}):
-                self._described[description] = found
+            if len(calls) < 1024 and (found.extra is None or not found.extra.keys() & {"reply", "wrap"}):
+                calls[description] = found
         return found
 
     def _look_up(self, called: _Called) -> EndpointSpec:

@@ -16,7 +16,7 @@ from monarch.core.monitor import PeerGone
 from monarch.errors import SupervisionError
 from monarch.mesh.actor import Actor, class_of
 from monarch.mesh.actor_mesh import RESERVED, ActorMesh
-from monarch.mesh.agent import SpawnInfo
+from monarch.mesh.agent import Names, Parentage
 from monarch.mesh.casting import send_to_all
 from monarch.mesh.context import context
 from monarch.mesh.lines import Origin
@@ -24,8 +24,10 @@ from monarch.mesh.members import describe_member, meet
 from monarch.mesh.ownership import OwnedActors, OwnedProcs, joined
 from monarch.mesh.shape import Point, Region
 from monarch.mesh.view import MeshView, overridable
+from monarch.transports.base import Buffer
 
 if TYPE_CHECKING:
+    from monarch.mesh.context import Spawner
     from monarch.mesh.host_mesh import HostMesh
     from monarch.mesh.tensor.dispatch import Activation
     from monarch.mesh.tensor.handle import Tensor
@@ -87,6 +89,7 @@ class ProcMesh(MeshView):
         self._setup = setup
         self._root: ProcMesh = self  # what this is a view of
         self._engine: Any = None  # of distributed tensors, at the root (`monarch.mesh.tensor.engine`)
+        self._last_spawner: tuple[Spawner, Region, Buffer] | None = None  # and what `_parentage` says of it
 
     def _with_region(self, region: Region) -> ProcMesh:
         positions = self._region._slice
@@ -95,6 +98,10 @@ class ProcMesh(MeshView):
         view = ProcMesh(self._name, procs, region, None, setup)
         view._root = self._root
         return view
+
+    def _own(self) -> ProcMesh:
+        """The same processes, for another owner of what is made on them."""
+        return ProcMesh(self._name, self._procs, self._region)
 
     def _member(self, position: int) -> ProcMesh:
         """One process, as a mesh of no dimensions."""
@@ -132,10 +139,8 @@ class ProcMesh(MeshView):
         runtime = owner.proc_runtime
         number = number or new_number()
         class_name = class_of(cls).name
-        whole = Region(self._region.labels, type(self._region._slice).new_row_major(self._region._slice._sizes))
-        members = ProcMesh(self._name, tuple(self._procs), whole)
-        info = SpawnInfo(name, class_name, members, owner.actor_id, owner.record, is_setup)
-        parts = [*codec.encode(info), *codec.encode_call((cls, *args), kwargs)]
+        whole, parentage = self._parentage(owner)
+        parts = [*Names(name, class_name, is_setup).encode(), parentage, *codec.encode_call((cls, *args), kwargs)]
         books = runtime.books
         owned = OwnedActors(
             owner, books, number, name, self._procs, lambda base: describe_member(class_name, name, whole, base)
@@ -154,6 +159,16 @@ class ProcMesh(MeshView):
                 owned.member_down(rank, down, told=told)
         meet(number, name, class_name, self._procs, whole, whole)
         return ActorMesh(number, name, cls, class_name, self._procs, whole, whole, owned)
+
+    def _parentage(self, owner: Spawner) -> tuple[Region, Buffer]:
+        """The region of what `owner` spawns here, and the encoded `Parentage` of its members."""
+        known = self._last_spawner
+        if known is None or known[0] is not owner:
+            whole = Region(self._region.labels, type(self._region._slice).new_row_major(self._region._slice._sizes))
+            members = ProcMesh(self._name, tuple(self._procs), whole)
+            (encoded,) = codec.encode(Parentage(members, owner.actor_id, owner.record))
+            known = self._last_spawner = owner, whole, encoded
+        return known[1:]
 
     # ---- life
 

@@ -115,6 +115,15 @@ def test_a_find_without_interruption_ends_that(world: World) -> None:
     assert world.short_sleeps() == 8
 
 
+def test_one_that_is_new_looks_after_short_sleeps_in_a_row(world: World) -> None:
+    world.spin = Spin(LOOK_S, lambda: world.now_s, at_once=False)
+
+    assert all(world.sleep(2 * LOOK_S) for _ in range(100))
+    assert world.sleep(LOOK_S / 2)
+    assert world.sleep(2 * LOOK_S)
+    assert world.short_sleeps() == 3
+
+
 def test_without_time_it_looks_once() -> None:
     world = World(0.0)
     world.wait()

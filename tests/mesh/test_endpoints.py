@@ -251,9 +251,22 @@ def test_the_constructor_sees_the_rank_in_the_mesh_that_was_spawned(spawn: Spawn
 
 
 class Looks(Actor):
+    def __init__(self) -> None:
+        self.spawned: list[Any] = []
+
     @endpoint
     def creator(self) -> str:
         return context().actor_instance.creator.name
+
+    @endpoint
+    def mesh(self) -> int:
+        return id(context().actor_instance.proc_mesh)
+
+    @endpoint
+    def creators_of_two(self, procs: Any) -> list[str]:
+        """Spawned on the same mesh by this actor, one after the other."""
+        self.spawned += [procs.spawn(name, Looks) for name in ("first", "second")]
+        return [each.creator.call_one().get(10) for each in self.spawned]
 
 
 def test_names_say_who_created_whom(spawn: Spawn, shared: Shared) -> None:
@@ -268,6 +281,22 @@ def test_names_say_who_created_whom(spawn: Spawn, shared: Shared) -> None:
     assert this_proc().spawn("looks", Looks).creator.call_one().get(10) == "root"
     assert current_actor_name()
     assert context().message_rank.rank == 0
+
+
+def test_actors_have_their_creators_where_several_spawn_on_one_mesh(spawn: Spawn, shared: Shared) -> None:
+    procs = shared.procs.slice(hosts=1, gpus=0)
+    one, other = spawn(Looks, name="one", on=procs), spawn(Looks, name="other", on=procs)
+
+    assert one.creators_of_two.call_one(procs).get(10) == ["one", "one"]
+    assert other.creators_of_two.call_one(procs).get(10) == ["other", "other"]
+    assert spawn(Looks, on=procs).creator.call_one().get(10) == "root"
+
+
+def test_actors_of_one_process_share_no_mesh_on_which_they_make_things(spawn: Spawn, shared: Shared) -> None:
+    procs = shared.procs.slice(hosts=1, gpus=0)
+    meshes = [spawn(Looks, on=procs).mesh.call_one().get(10) for _ in range(3)]
+
+    assert len(set(meshes)) == 3
 
 
 def test_everything_of_an_actor_runs_on_one_thread(spawn: Spawn) -> None:

@@ -16,6 +16,7 @@ from typing import Any, Final, Protocol, cast
 
 from monarch import compiled
 from monarch.core import codec, exceptions, inquiries
+from monarch.core.actor_threads import Failed, Run, run_on_thread
 from monarch.core.backpressure import Backpressure
 from monarch.core.caster import Caster
 from monarch.core.crossing import Crossings
@@ -65,7 +66,7 @@ class Proc:
             spawns them.
         on_proc_gone: called with the key of a process that is gone, and why, after ports and monitors have heard.
         on_unborn: called with the number of an actor that a call is for and that is not there; may make it.
-        run_actor: runs an actor's life on a thread, given the thread's name.
+        run_actor: runs an actor's life on a thread, as `run_on_thread`.
         handlers: what an agent does with a request, by the first element of the request's tuple. A handler is called on
             the driving thread as `handler(envelope, *arguments)` and must not block.
     """
@@ -94,7 +95,7 @@ class Proc:
         self.message_ttl = MESSAGE_TTL
         self.on_proc_gone: list[Callable[[int, Down], None]] = []
         self.on_actor_ended: list[Callable[[int], None]] = []  # called before anybody hears of the end
-        self.run_actor: Callable[[str, Callable[[], None]], None] = run_on_thread
+        self.run_actor: Callable[[str, Run, Failed], None] = run_on_thread
         self.on_unborn: Callable[[int], None] = lambda number: None
         self._numbers = itertools.count(16)
         self._unborn: dict[int, list[Envelope]] = {}
@@ -469,13 +470,3 @@ class _Answer:
     def proc_gone(self, key: int, down: Down) -> None:
         if key == self._key:
             self.bounced(Envelope(Kind.BOUNCE, 0, 0, 0, 0, 0, []), down)
-
-
-def run_on_thread(name: str, run: Callable[[], None]) -> None:
-    """Run it on a thread of its own. Does not wait until that runs, as `Thread.start` would: it would take the
-    interpreter's lock to and fro between them, for each of many."""
-    thread = threading.Thread(target=run, name=name, daemon=True)
-    started: Any = getattr(thread, "_started", None)
-    if started is not None:
-        started.wait = lambda timeout=None: None
-    thread.start()

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Final
 from attrs import define, evolve
 
 from monarch.core import codec, settings
+from monarch.core.actor_threads import run_on_thread
 from monarch.core.envelope import Envelope
 from monarch.core.ids import ActorId
 from monarch.core.instance import Instance
 from monarch.core.monitor import Down
-from monarch.core.proc import run_on_thread
 from monarch.launch import stack_signal
 from monarch.mesh.context import ActorInstance, CreatorInstance
 from monarch.mesh.dispatch import ActorBehavior
@@ -140,12 +140,13 @@ class ProcAgent:
             stack_signal.name_thread(instance.member)
             instance.run(behavior)
 
-        run = run_on_thread if names.is_setup else runtime.run_actor  # the main thread is for the user's actors
-        try:
-            run(ACTOR_THREAD + names.actor, live)
-        except Exception as error:  # the system gives no more threads: nobody shall wait for this actor
+        def failed(error: Exception) -> None:
+            """The system gives no more threads: nobody shall wait for this actor."""
             down = runtime.failed(f"no thread could be started for it: {error}")
             instance.stillborn(evolve(down, actor=instance.member))
+
+        run = run_on_thread if names.is_setup else runtime.run_actor  # the main thread is for the user's actors
+        run(ACTOR_THREAD + names.actor, live, failed)
 
     def _parentage(self, encoded: Buffer) -> Parentage:
         encoded = bytes(encoded)

@@ -13,13 +13,12 @@ import queue
 import socket
 import sys
 import threading
-from collections.abc import Callable
 
 from monarch.core import address, settings
+from monarch.core.actor_threads import Failed, Run, run_on_thread
 from monarch.core.future import tell_all_unseen
 from monarch.core.ids import ActorId, new_number
 from monarch.core.monitor import Down
-from monarch.core.proc import run_on_thread
 from monarch.launch import linux, stack_signal
 from monarch.log import show_what_was_asked_for
 from monarch.mesh import actor_config
@@ -39,17 +38,17 @@ class MainThread:
     """Runs actors on the main thread, one after the other; those that come meanwhile get threads of their own."""
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Run | None] = queue.SimpleQueue()
         self._free = True
         self._lock = threading.Lock()
 
-    def run_actor(self, name: str, run: Callable[[], None]) -> None:
+    def run_actor(self, name: str, run: Run, failed: Failed) -> None:
         with self._lock:
             mine, self._free = self._free, False
         if mine:
             self._jobs.put(run)
         else:
-            run_on_thread(name, run)
+            run_on_thread(name, run, failed)
 
     def end(self) -> None:
         self._jobs.put(None)

@@ -56,6 +56,11 @@ class Call(Protocol):
         """How many were called."""
         ...
 
+    @property
+    def is_near(self) -> bool:
+        """Whether all of them are in this process."""
+        ...
+
     def explain(self, limit_s: float) -> str:
         """What is waited for, and what keeps it, for the text of a TimeoutError. Asks the callee, `limit_s` at most."""
         ...
@@ -279,7 +284,7 @@ class Future(Generic[R]):
         if self._done:
             return True
         call = self._call
-        signal = Signal(looks=call is None or call.receivers <= cpus())
+        signal = Signal() if call is None else Signal(call.receivers <= cpus(), call.is_near)
         self._on_done(signal.notify)
         wait = None if call is None else call.wait_of(self)
         if wait is not None:

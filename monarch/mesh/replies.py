@@ -122,6 +122,11 @@ class CallSink:
     def receivers(self) -> int:
         return len(self._members.keys)
 
+    @property
+    def is_near(self) -> bool:
+        keys = self._members.keys
+        return keys.count(self._runtime.key) == len(keys)
+
     def unanswered(self) -> list[tuple[int, int]]:
         """(process, number) of the actors that have not answered."""
         return [(self._members.keys[rank], self._members.number) for rank in self._left()]

@@ -13,8 +13,11 @@ from typing import Any
 
 import pytest
 
+from monarch.core import driver as driver_module
 from monarch.core.alarm import ImmediateAlarm, make_alarm
 from monarch.core.driver import CallerDriver, Signal, ThreadDriver, make_driver
+from monarch.core.spin import Spin
+from monarch.transports import ring
 from monarch.wake import Wake
 from tests.until import until
 
@@ -466,6 +469,71 @@ def test_an_exception_in_a_wait_does_not_keep_the_lead(caller: CallerDriver, lin
     after = Signal()
     links.post(after.notify)
     assert caller.wait(after, _LIMIT_S)
+
+
+Look = Callable[..., tuple[list[int] | None, float]]
+
+
+@pytest.fixture
+def looks_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[Look], None]:
+    """Makes this thread look before it sleeps, whatever it has met before, with the function that it is given."""
+    if ring.why_not:
+        pytest.skip(ring.why_not)
+    monkeypatch.setattr(driver_module, "cpus", lambda: 2)
+    monkeypatch.setattr(driver_module._own, "spin", Spin())
+    return lambda look: monkeypatch.setattr(ring, "look", look)
+
+
+def test_who_waits_for_a_thread_of_its_own_process_looks_and_leaves_the_links_alone(
+    caller: CallerDriver, looks_by: Callable[[Look], None]
+) -> None:
+    signal = Signal(is_near=True)
+
+    def look(readers: object, epoll: int, time_s: float, bell: bytearray) -> tuple[list[int], float]:
+        _join(_start(signal.notify))
+        assert bell[0] and not caller._followers
+        return [], 0.0
+
+    looks_by(look)
+    leads = caller._leads
+
+    assert caller.wait(signal, _LIMIT_S) and caller._leads == leads
+
+
+@pytest.mark.parametrize("rings", [False, True])
+def test_a_look_without_the_answer_is_followed_by_a_wait(
+    caller: CallerDriver, links: Links, looks_by: Callable[[Look], None], rings: bool
+) -> None:
+    signal = Signal(is_near=True)
+
+    def look(readers: object, epoll: int, time_s: float, bell: bytearray) -> tuple[list[int] | None, float]:
+        if rings:
+            signal.nudge()
+        links.post(signal.notify)
+        return [] if rings else None, 0.0
+
+    looks_by(look)
+
+    assert caller.wait(signal, _LIMIT_S) and links.by
+
+
+def test_an_interrupt_of_a_look_leaves_nothing_behind(
+    caller: CallerDriver, links: Links, looks_by: Callable[[Look], None]
+) -> None:
+    signal = Signal(is_near=True)
+
+    def look(*_: object) -> tuple[None, float]:
+        raise KeyboardInterrupt
+
+    looks_by(look)
+
+    with pytest.raises(KeyboardInterrupt):
+        caller.wait(signal, _LIMIT_S)
+    assert driver_module._looking == 0 and signal._bell is None
+    assert not caller.wait(signal, 0)  # which does not look
+    looks_by(lambda *_: (None, 0.0))
+    links.post(signal.notify)
+    assert caller.wait(signal, _LIMIT_S)
 
 
 def test_an_alarm_rings_when_it_was_set_last() -> None:

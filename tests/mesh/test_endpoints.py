@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -593,3 +594,45 @@ def test_attrs_dataclasses_and_generics_can_be_actors(monarch_client: Any) -> No
     assert here.spawn("slotted", Slotted, value=4).double.call_one().get(10) == 8
     assert here.spawn("data", Data, 5).double.call_one().get(10) == 10
     assert here.spawn("boxed", Boxed[str], "x").double.call_one().get(10) == ("x", "x")
+
+
+class Counts(Actor):
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    @endpoint
+    def note(self, number: int) -> int:
+        self.seen.append(number)
+        return number
+
+    @endpoint
+    def noted(self) -> list[int]:
+        return self.seen
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # one may come while a future is dropped
+def test_interrupted_calls_to_an_actor_of_the_same_process_hold_up_no_other(monarch_client: Any) -> None:
+    """A handler that raises, as often as it can: what was sent is served in order, and nothing waits for ever."""
+    counts = this_proc().spawn("counts", Counts)
+    interrupted = 0
+
+    def handler(number: int, frame: object) -> None:
+        raise InterruptedError
+
+    old = signal.signal(signal.SIGALRM, handler)
+    try:
+        for number in range(20_000):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, (20 + number % 80) * 1e-6)
+                assert counts.note.call_one(number).get(10) == number
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except InterruptedError:
+                interrupted += 1
+            if interrupted == 200:
+                break
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old)
+
+    seen = counts.noted.call_one().get(10)
+    assert interrupted == 200 and seen == sorted(set(seen))

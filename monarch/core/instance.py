@@ -175,7 +175,6 @@ class Instance(Sender):
         self._current: asyncio.Task[Any] | None = None
         self._current_envelope: Envelope | None = None
         self._concurrent: dict[asyncio.Task[Any], Envelope] = {}
-        self._is_loop_hidden = False
         self._beside: set[asyncio.Task[Any]] = set()
         self._stopping: Down | None = None
         self._owes_cleanup = self._cleans_up = False
@@ -286,7 +285,7 @@ class Instance(Sender):
 
     def _start_now(self, coro: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Its first step is made at once."""
-        self._show_loop()
+        self._loop.show()
         return self._loop.start_now(coro, contextvars.copy_context())
 
     def stillborn(self, down: Down) -> None:
@@ -304,7 +303,7 @@ class Instance(Sender):
         """Live. Returns when the actor has ended."""
         self._behavior = behavior
         self._loop = loop = ActorLoop(self.signal, self.proc_runtime.driver)
-        loop.set_turn(self._turn)
+        loop.set_turn(self._serve_some)
         loop.set_exception_handler(self._on_loop_error)
         self.thread_id = threading.get_ident()
         context = contextvars.copy_context()
@@ -350,24 +349,6 @@ class Instance(Sender):
         if down is not None:
             self.end(down, constructed=False)
 
-    def hide_loop(self) -> None:
-        """From now on, until the turn ends or a task starts, no event loop seems to run in this thread: what is called
-        may block. Each call on its own would cost 0.7 us more."""
-        if not self._is_loop_hidden:
-            self._is_loop_hidden = True
-            asyncio._set_running_loop(None)
-
-    def _show_loop(self) -> None:
-        if self._is_loop_hidden:
-            self._is_loop_hidden = False
-            asyncio._set_running_loop(self._loop)
-
-    def _turn(self) -> None:
-        try:
-            self._serve_some()
-        finally:
-            self._show_loop()
-
     def _serve_some(self) -> None:
         """Serve control messages and calls until there is nothing to do now."""
         mailbox = self.mailbox
@@ -376,7 +357,7 @@ class Instance(Sender):
             if phase is not _SERVING and phase is Phase.ENDED:
                 return
             if mailbox.controls and (action := mailbox.take_control()) is not None:
-                self._show_loop()
+                self._loop.show()
                 action()
                 continue
             if phase is not _SERVING or self._current is not None:

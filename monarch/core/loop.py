@@ -66,6 +66,13 @@ class _MailboxSelector(selectors.BaseSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         self.deadline_s = None if timeout is None else time.monotonic() + timeout
+        try:
+            return self._dispatch(timeout)
+        finally:
+            self.loop.show()
+
+    def _dispatch(self, timeout: float | None) -> list[tuple[selectors.SelectorKey, int]]:
+        """As `select`, and may leave the loop hidden."""
         signal, loop = self._signal, self.loop
         while True:
             signal.is_set = False  # `clear`, without the call
@@ -118,11 +125,24 @@ class ActorLoop(asyncio.SelectorEventLoop):
         self._mailbox_selector = selector = _MailboxSelector(signal, driver)
         selector.loop = self
         self._captured: list[asyncio.Handle] | None = None
+        self._is_hidden = False
         super().__init__(self._mailbox_selector)
 
     def set_turn(self, turn: Callable[[], None]) -> None:
         """`turn` is called when asyncio has nothing ready; it dispatches what the mailbox has."""
         self._mailbox_selector.turn = turn
+
+    def hide(self) -> None:
+        """From now on, until `show` or asyncio's next turn, no event loop seems to run in this thread: what is called
+        may block. Each message on its own would cost 1 us more."""
+        if not self._is_hidden:
+            self._is_hidden = True
+            asyncio._set_running_loop(None)
+
+    def show(self) -> None:
+        if self._is_hidden:
+            self._is_hidden = False
+            asyncio._set_running_loop(self)
 
     # The self-pipe of a stock loop is made only where somebody needs the descriptor: for signal handlers.
 

@@ -234,7 +234,7 @@ class ActorBehavior:
     ) -> Down | None:
         instance = self._instance
         instance.serving.append(served)
-        instance.hide_loop()
+        instance._loop.hide()
         try:
             kwargs, args = box.pop(), box.pop()
             box.append(spec.method(self._actor, *args, **kwargs))

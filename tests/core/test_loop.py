@@ -371,3 +371,40 @@ def test_a_hidden_loop_is_back_afterwards_also_after_an_error(loop: ActorLoop) -
         return [*seen, asyncio._get_running_loop()]
 
     assert _run(loop, look()) == [None, loop, loop]
+
+
+def test_a_loop_that_a_turn_hides_stays_hidden_until_asyncio_goes_on(loop: ActorLoop, signal: Signal) -> None:
+    seen: list[Any] = []
+
+    def turn() -> None:
+        seen.append(asyncio._get_running_loop())
+        loop.hide()
+        if len(seen) < 3:
+            signal.notify()
+        else:
+            loop.call_soon(after)
+
+    def after() -> None:
+        seen.append(asyncio._get_running_loop())
+        loop.stop()
+
+    loop.set_turn(turn)
+    loop.run_forever()
+
+    assert seen[:4] == [loop, None, None, loop]
+
+
+def test_a_hidden_loop_is_shown_to_a_handler_of_its_errors(loop: ActorLoop) -> None:
+    def turn() -> None:
+        loop.hide()
+        raise ZeroDivisionError
+
+    loop.set_turn(turn)
+    with pytest.raises(ZeroDivisionError):
+        loop.run_forever()
+    loop.set_turn(lambda: None)
+
+    async def look() -> Any:
+        return asyncio._get_running_loop()
+
+    assert _run(loop, look()) is loop

@@ -185,6 +185,9 @@ class Proc:
         """Answer a call, silently: that a caller is gone is no news for who answers. Blocks while the buffer of the
         caller's process is full."""
         key, flags = call.src_proc, flags | Flag.SILENT
+        if key == self.key:
+            self.deliver(call.reply(parts, flags))
+            return
         peer = None if call.via or self.gateway.is_closed else self.gateway.peers.get(key)
         if peer is not None and peer.lane is not None:
             head = Kind.PORT, flags, self.message_ttl, call.src_actor, call.reply_port, call.dst_proc, call.dst_actor, 0

@@ -269,8 +269,18 @@ class CallerDriver:
         if signal.is_set:
             return True
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
-        if signal.is_near and timeout_s != 0 and signal.look() and signal.is_set:
+        if not signal.is_near or timeout_s == 0:
+            return self._join(signal, deadline_s)
+        if signal.look() and signal.is_set:
             return True  # and the guard against interrupts, and who leads, were none of its business: 10 us of 50
+        began_s = time.monotonic()
+        try:
+            return self._join(signal, deadline_s)
+        finally:
+            _own.spin.slept(time.monotonic() - began_s)  # also where it has led: a look would have found it, or not
+
+    def _join(self, signal: Signal, deadline_s: float | None) -> bool:
+        """Wait as one of those who drive."""
         if not on_main_thread():
             return self._wait(signal, deadline_s, NOTHING_HELD)
         while True:

@@ -536,6 +536,21 @@ def test_an_interrupt_of_a_look_leaves_nothing_behind(
     assert caller.wait(signal, _LIMIT_S)
 
 
+def test_who_leads_instead_of_looking_learns_that_a_look_would_have_paid(
+    caller: CallerDriver, links: Links, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller of an actor that the other end finds leading: it would lead for ever."""
+    spin = Spin(_LIMIT_S, at_once=False)
+    monkeypatch.setattr(driver_module._own, "spin", spin)
+    assert not spin.pays()
+    for _ in range(3):
+        signal = Signal(is_near=True)
+        links.post(signal.notify)
+        assert caller.wait(signal, _LIMIT_S)
+
+    assert spin.pays()
+
+
 def test_an_alarm_rings_when_it_was_set_last() -> None:
     alarm = make_alarm()
     rang = threading.Event()

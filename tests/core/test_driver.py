@@ -537,16 +537,15 @@ def test_an_interrupt_of_a_look_leaves_nothing_behind(
 
 
 def test_who_leads_instead_of_looking_learns_that_a_look_would_have_paid(
-    caller: CallerDriver, links: Links, monkeypatch: pytest.MonkeyPatch
+    caller: CallerDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The caller of an actor that the other end finds leading: it would lead for ever."""
+    """The caller of an actor, say: it would lead for ever."""
     spin = Spin(_LIMIT_S, at_once=False)
     monkeypatch.setattr(driver_module._own, "spin", spin)
-    assert not spin.pays()
+    monkeypatch.setattr(caller, "_join", lambda signal, deadline_s: True)
     for _ in range(3):
-        signal = Signal(is_near=True)
-        links.post(signal.notify)
-        assert caller.wait(signal, _LIMIT_S)
+        assert not spin.pays()
+        assert caller.wait(Signal(is_near=True), _LIMIT_S)
 
     assert spin.pays()
 

@@ -11,9 +11,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import select
+import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,7 +26,17 @@ _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_NAME: Final = 15
 _PR_SET_CHILD_SUBREAPER: Final = 36
 
+# Sources: asm-generic/unistd.h, linux/pidfd.h, asm-generic/mman-common.h, linux/uio.h
+_PROCESS_MADVISE: Final = 440
+_PIDFD_SELF: Final = -10000
+_MADV_POPULATE_WRITE: Final = 23
+_IOVEC: Final = struct.Struct("@PN")
+_IOV_MAX: Final = 1024
+
 _PF_EXITING: Final = 0x4  # linux/sched.h: a flag of a task
+
+# Of an entry in /proc/pid/pagemap, the highest byte: present, mapped by this process alone, and not of a file.
+_OWN: Final = re.compile(b"\x81+")
 
 
 @functools.cache
@@ -234,6 +246,50 @@ def memory_bytes(pid: int) -> int | None:
     with contextlib.suppress(OSError, ValueError, IndexError):
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return None
+
+
+def private_mappings() -> list[tuple[int, int]]:
+    """Start and end of the writable mappings that forks of this process get copies of, in order; empty where /proc is
+    missing."""
+    found: list[tuple[int, int]] = []
+    with contextlib.suppress(OSError), open("/proc/self/maps") as maps:
+        for line in maps:
+            where, kind, _ = line.split(maxsplit=2)
+            if kind == "rw-p":
+                start, end = where.split("-")
+                found.append((int(start, 16), int(end, 16)))
+    return found
+
+
+def own_pages() -> Iterator[tuple[int, int]]:
+    """Which pages of its `private_mappings` this process shares with no other, as address and size of each stretch;
+    none where the kernel does not tell."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    high = 7 if sys.byteorder == "little" else 0
+    with contextlib.suppress(OSError), open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
+        for start, end in private_mappings():
+            entries = os.pread(pagemap.fileno(), (end - start) // page * 8, start // page * 8)
+            for stretch in _OWN.finditer(entries[high::8]):
+                first, last = stretch.span()
+                yield start + first * page, (last - first) * page
+
+
+def copier(stretches: Sequence[tuple[int, int]]) -> list[Callable[[], int]]:
+    """What to call to have these pages of the calling process copied that a first write to them would copy; in a fork,
+    too. Nothing, where the system cannot."""
+    if not LINUX:
+        return []
+    import ctypes
+
+    syscall: Any = ctypes.PyDLL(None)["syscall"]  # it is quick: nobody else gets the interpreter meanwhile
+    syscall.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_long, ctypes.c_long]
+    calls: list[Callable[[], int]] = []
+    for at in range(0, len(stretches), _IOV_MAX):
+        some = stretches[at : at + _IOV_MAX]
+        vector = b"".join(_IOVEC.pack(*stretch) for stretch in some)
+        given = (_PROCESS_MADVISE, _PIDFD_SELF, vector, len(some), _MADV_POPULATE_WRITE, 0)
+        calls.append(functools.partial(syscall, *given))
+    return calls
 
 
 def thread_count() -> int | None:

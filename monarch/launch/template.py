@@ -57,7 +57,7 @@ from typing import Final
 
 from attrs import define, field
 
-from monarch.launch import claim, linux
+from monarch.launch import claim, linux, written
 from monarch.launch.bootstrap import Job
 from monarch.launch.code_store import CodeStore, share_compiled_code
 from monarch.launch.forked import Birth, become, close_all_but, replace_environment, unblock_signals
@@ -74,7 +74,8 @@ DRIVER_FD: Final = 4
 SETUP_FD: Final = 5
 
 # What a fresh interpreter runs first: it must not import a file of ours before `sys.path` is the driver's. It leaves
-# the driver's directory, which may be removed or unmounted while the template lives.
+# the driver's directory, which may be removed or unmounted while the template lives. What `written` does in a fork
+# comes before what other modules do there, who write to 250 pages.
 START: Final = f"""\
 import sys, os
 sys.path[:] = [p for p in sys.path if p]
@@ -82,6 +83,7 @@ os.chdir("/")
 import json
 with open({SETUP_FD}) as f: setup = json.load(f)
 sys.path[:] = setup["path"]
+from monarch.launch import written
 from monarch.launch.template import main
 main(setup)
 """
@@ -253,6 +255,7 @@ class Template:
         _import(modules)
         self.library_fds |= _open_fds() - before
         self.threads = LibraryThreads()
+        written.ask_again()
         self.newest = next(reversed(sys.modules))
         self.wire.send({"op": "ready", "pid": self.pid, "threads": linux.thread_count()})
 
@@ -341,7 +344,7 @@ class Template:
                 sink = fcntl.fcntl(batch.fds[child.output + 1], fcntl.F_DUPFD_CLOEXEC, 0)
                 pipe = os.pipe()
                 os.set_blocking(pipe[0], False)
-            pid = os.fork()
+            pid = os.fork() if child.execs else written.fork()
         except OSError as e:
             close_all([*pipe, *([sink] if sink >= 0 else [])])
             batch.done_with_one()
@@ -451,6 +454,7 @@ def main(setup: Message) -> None:
     _load(setup["preload"], driver, lifeline)
     store = CodeStore(memory_file())  # its descriptor stays open in the children, like those of libraries
     claims = memory_file()
+    written.ask(memory_file())
     library_fds = frozenset(_open_fds() - before)
 
     wake, wake_by = os.pipe()

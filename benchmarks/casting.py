@@ -31,6 +31,7 @@ from monarch.core.protocol import SESSION
 from monarch.transports import inproc
 from monarch.transports.base import Buffer
 from monarch.transports.inproc import Direction, InprocLink
+from monarch.wake import Wake
 
 SIZES: Final = (10, 30, 100, 300, 1_000, 3_000, 10_000)
 PER_HOST: Final = 8
@@ -158,7 +159,7 @@ class CountedLink(InprocLink):
 class HandDriver(ThreadDriver):
     """Nobody drives but `World.run`."""
 
-    def start(self, pump: Callable[[float | None], None], wake: Callable[[], None], name: str) -> None:
+    def start(self, pump: Callable[[float | None], None], wake: Wake, name: str) -> None:
         pass
 
     def wait(self, signal: Signal, timeout_s: float | None = None) -> bool:

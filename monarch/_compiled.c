@@ -27,6 +27,7 @@
 #include <sys/epoll.h>
 #include <sys/socket.h>
 #include <time.h>
+#include <unistd.h>
 
 #if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "heads are little-endian"
@@ -39,7 +40,7 @@
 #define PAUSE() atomic_signal_fence(memory_order_seq_cst)
 #endif
 
-enum { VERSION = 7 }; /* of what Python calls here; compiled.py names the one that it needs */
+enum { VERSION = 8 }; /* of what Python calls here; compiled.py names the one that it needs */
 enum { HEAD_BYTES = 256, MOST_PARTS = 32, LOOKS_EACH = 64 };
 #define SKIP UINT32_MAX
 #define ENCODED (UINT32_C(1) << 31)
@@ -276,7 +277,7 @@ typedef struct {
     size_t first, count, room;        /* a power of two, of which `count` are in use, from `first` on */
 } Session;
 
-static PyTypeObject *SessionType, *LaneType, *EnvelopeType;
+static PyTypeObject *SessionType, *LaneType, *EnvelopeType, *InboxType;
 
 static void *new_of(PyTypeObject *type) { return ((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0); }
 
@@ -929,6 +930,115 @@ static void commit(const struct message *message, struct target *to, pieces *fra
 
 enum { NOT_SENT, SENT, FULL }; /* what `post` says: see monarch/compiled.py */
 
+/* ---- an inbox: how a call to an actor of this process gets there, from the first look to the waking in one step, too. See
+ * monarch/core/mailbox.py, which has the same in Python. */
+
+enum { SEQUENCED = 8, QUEUED_BYTES = 1024 };
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *calls;   /* a deque */
+    PyObject *signal;  /* of monarch/core/driver.py, whose names are below */
+    PyObject *message; /* the type of what is in `calls` */
+    long long come_bytes, weigh_at_bytes;
+    char is_open;
+} Inbox;
+
+static PyObject *name_of_is_set, *name_of_pumping, *name_of_wake, *name_of_bell, *name_of_lock, *name_of_owned, *name_of_fd,
+    *name_of_append;
+
+static void inbox_dealloc(Inbox *self) {
+    Py_XDECREF(self->calls);
+    Py_XDECREF(self->signal);
+    Py_XDECREF(self->message);
+    free_of((PyObject *)self);
+}
+
+static PyObject *attribute(PyObject *of, PyObject *name) { /* borrowed: `of` has it as long as nothing else runs */
+    PyObject *found = PyObject_GetAttr(of, name);
+    Py_XDECREF(found);
+    return found;
+}
+
+/* What wakes the thread that waits for a signal: one of these, or nothing. */
+struct waking {
+    char *byte;     /* to set; NULL: none */
+    PyObject *lock; /* to release; NULL: none */
+    int fd;         /* to write to; -1: none */
+};
+
+static int bell_of(PyObject *bell, struct waking *how) { /* 0: it is none */
+    if (!bell || !PyByteArray_Check(bell) || PyByteArray_Size(bell) != 1) return 0;
+    how->byte = PyByteArray_AsString(bell);
+    return 1;
+}
+
+/* As `Signal.notify` and `Wake.set`; 0: an exception is set. */
+static int waking_of(PyObject *signal, struct waking *how) {
+    *how = (struct waking){NULL, NULL, -1};
+    PyObject *is_set = attribute(signal, name_of_is_set), *pumping = attribute(signal, name_of_pumping);
+    PyObject *wake = attribute(signal, name_of_wake), *bell = attribute(signal, name_of_bell);
+    if (!is_set || !pumping || !wake || !bell) return 0;
+    if (is_set == Py_True || PyLong_AsUnsignedLong(pumping) == PyThread_get_thread_ident()) return !PyErr_Occurred();
+    if (wake != Py_None) {
+        if (!(bell = attribute(wake, name_of_bell))) return 0;
+        if (bell_of(bell, how)) return 1;
+        PyObject *owned = attribute(wake, name_of_owned), *fd = owned && owned != Py_None ? attribute(owned, name_of_fd) : NULL;
+        if (fd) how->fd = (int)PyLong_AsLong(fd);
+    } else if (!bell_of(bell, how)) how->lock = attribute(signal, name_of_lock);
+    return !PyErr_Occurred();
+}
+
+static void carry_out(const struct waking *how) {
+    static const uint64_t one = 1;
+    if (how->byte) *how->byte = 1;
+    if (how->fd >= 0 && write(how->fd, &one, sizeof one) < 0) return; /* it is readable already */
+    PyObject *released = how->lock ? PyObject_CallMethod(how->lock, "release", NULL) : NULL;
+    if (!released) PyErr_Clear(); /* the thread was awake */
+    Py_XDECREF(released);
+}
+
+static PyObject *envelope_here(Inbox *to, const struct message *message, PyObject *parts, uint64_t proc, uint32_t rank) {
+    PyTypeObject *type = (PyTypeObject *)to->message;
+    if (!type || !PyType_Check(to->message) || !PyType_IsSubtype(type, EnvelopeType)) {
+        PyErr_SetString(PyExc_TypeError, "an inbox needs the type of its messages");
+        return NULL;
+    }
+    Envelope *self = new_of(type);
+    if (!self) return NULL;
+    Py_INCREF(parts);
+    self->parts = parts;
+    self->kind = message->kind;
+    self->flags = message->flags & ~SEQUENCED; /* none overtakes another on this way */
+    self->ttl = message->ttl;
+    self->rank = rank;
+    self->dst_proc = proc, self->dst_actor = message->dst_actor, self->dst_port = message->dst_port;
+    self->src_proc = message->src_proc, self->src_actor = message->src_actor, self->reply_port = message->reply_port;
+    if (!(self->chain = PyBytes_FromStringAndSize(NULL, 0))) Py_CLEAR(self);
+    return (PyObject *)self;
+}
+
+static int post_here(Inbox *to, const struct message *message, PyObject *parts, uint64_t proc, uint32_t rank) {
+    long long size = QUEUED_BYTES + bytes_of(parts);
+    PyObject *envelope = envelope_here(to, message, parts, proc, rank); /* a collection may run code of Python here */
+    struct waking how;
+    int result = envelope ? SENT : -1;
+    if (result == SENT && (!to->is_open || !to->calls || !to->signal || to->come_bytes + size > to->weigh_at_bytes))
+        result = NOT_SENT;
+    if (result == SENT && !waking_of(to->signal, &how)) result = -1;
+    if (result == SENT) {
+        PyObject *queued = PyObject_CallMethodObjArgs(to->calls, name_of_append, envelope, NULL);
+        if (!queued || PyObject_SetAttr(to->signal, name_of_is_set, Py_True)) result = -1; /* there is no memory */
+        Py_XDECREF(queued);
+    }
+    if (result == SENT) {
+        to->come_bytes += size;
+        carry_out(&how);
+    }
+    Py_XDECREF(envelope);
+    return result;
+}
+
 static PyObject *module_post(PyObject *module, PyObject *const *args, Py_ssize_t n) {
     if (n != 11 || !PyTuple_Check(args[0]) || !PyList_Check(args[1]) || !PyBytes_Check(args[2])) {
         PyErr_SetString(PyExc_TypeError, "post(targets, parts, chain, kind, flags, ttl, dst_actor, dst_port, src_proc, "
@@ -944,6 +1054,15 @@ static PyObject *module_post(PyObject *module, PyObject *const *args, Py_ssize_t
     struct message message = {(unsigned char)numbers[0],
                               (unsigned char)(numbers[1] | (PyBytes_Size(chain) ? CHAINED : 0)),
                               (uint16_t)numbers[2], numbers[3], numbers[4], numbers[5], numbers[6], numbers[7]};
+    PyObject *only = count == 1 ? PyTuple_GetItem(items, 0) : NULL;
+    if (only && PyTuple_Check(only) && PyTuple_Size(only) == 4 && PyObject_TypeCheck(PyTuple_GetItem(only, 0), InboxType)) {
+        uint64_t proc = PyLong_AsUnsignedLongLong(PyTuple_GetItem(only, 2));
+        unsigned long rank = PyLong_AsUnsignedLong(PyTuple_GetItem(only, 3));
+        if (PyErr_Occurred()) return NULL;
+        if (PyBytes_Size(chain)) return PyLong_FromLong(NOT_SENT); /* it may be part of a deadlock, which Python looks at */
+        int sent = post_here((Inbox *)PyTuple_GetItem(only, 0), &message, parts, proc, (uint32_t)rank);
+        return sent < 0 ? NULL : PyLong_FromLong(sent);
+    }
     struct target targets[MOST_TARGETS];
     Py_ssize_t ready = 0;
     pieces frame;
@@ -1172,6 +1291,18 @@ static PyGetSetDef lane_fields[] = {
     {"open", (getter)lane_open, (setter)lane_let, NULL, NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
+static PyMemberDef inbox_fields[] = {
+    {"calls", T_OBJECT_EX, offsetof(Inbox, calls), 0, NULL},
+    {"signal", T_OBJECT_EX, offsetof(Inbox, signal), 0, NULL},
+    {"message", T_OBJECT_EX, offsetof(Inbox, message), 0, NULL},
+    {"come_bytes", T_LONGLONG, offsetof(Inbox, come_bytes), 0, NULL},
+    {"weigh_at_bytes", T_LONGLONG, offsetof(Inbox, weigh_at_bytes), 0, NULL},
+    {"is_open", T_BOOL, offsetof(Inbox, is_open), 0, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+static PyType_Slot inbox_slots[] = {
+    {Py_tp_new, PyType_GenericNew}, {Py_tp_dealloc, inbox_dealloc}, {Py_tp_members, inbox_fields}, {0, NULL},
+};
 static PyType_Slot session_slots[] = {
     {Py_tp_new, session_new},         {Py_tp_dealloc, session_dealloc}, {Py_tp_methods, session_methods},
     {Py_tp_getset, session_fields},   {0, NULL},
@@ -1188,6 +1319,8 @@ static PyType_Spec session_spec = {"monarch._compiled.Session", sizeof(Session),
                                    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, session_slots};
 static PyType_Spec envelope_spec = {"monarch._compiled.Envelope", sizeof(Envelope), 0,
                                     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, envelope_slots};
+static PyType_Spec inbox_spec = {"monarch._compiled.Inbox", sizeof(Inbox), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
+                                 inbox_slots};
 static PyType_Spec lane_spec = {"monarch._compiled.Lane", sizeof(Lane), 0, Py_TPFLAGS_DEFAULT, lane_slots};
 
 static PyMethodDef functions[] = {
@@ -1201,6 +1334,21 @@ static PyMethodDef functions[] = {
 };
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_compiled", NULL, -1, functions, NULL, NULL, NULL, NULL};
 
+static int make_names(void) {
+    struct {
+        PyObject **at;
+        const char *name;
+    } names[] = {
+        {&name_of_lane, "lane"},     {&name_of_is_set, "is_set"}, {&name_of_pumping, "pumping"},
+        {&name_of_wake, "wake"},     {&name_of_bell, "bell"},     {&name_of_lock, "_lock"},
+        {&name_of_owned, "_owned"},  {&name_of_fd, "fd"},         {&name_of_append, "append"},
+    };
+    int made = 1;
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+        made = (*names[i].at = PyUnicode_InternFromString(names[i].name)) != NULL && made;
+    return made;
+}
+
 PyMODINIT_FUNC PyInit__compiled(void) {
     PyObject *module = PyModule_Create(&definition);
     if (!module) return NULL;
@@ -1209,9 +1357,10 @@ PyMODINIT_FUNC PyInit__compiled(void) {
     SessionType = (PyTypeObject *)PyType_FromSpec(&session_spec);
     EnvelopeType = (PyTypeObject *)PyType_FromSpec(&envelope_spec);
     LaneType = (PyTypeObject *)PyType_FromSpec(&lane_spec);
-    name_of_lane = PyUnicode_InternFromString("lane");
-    if (!WriterType || !ReaderType || !SessionType || !EnvelopeType || !LaneType || !name_of_lane ||
+    InboxType = (PyTypeObject *)PyType_FromSpec(&inbox_spec);
+    if (!WriterType || !ReaderType || !SessionType || !EnvelopeType || !LaneType || !InboxType || !make_names() ||
         PyModule_AddObjectRef(module, "Envelope", (PyObject *)EnvelopeType) ||
+        PyModule_AddObjectRef(module, "Inbox", (PyObject *)InboxType) ||
         PyModule_AddObjectRef(module, "Session", (PyObject *)SessionType) ||
         PyModule_AddObjectRef(module, "Lane", (PyObject *)LaneType) || PyModule_AddObjectRef(module, "Writer", (PyObject *)WriterType) ||
         PyModule_AddObjectRef(module, "Reader", (PyObject *)ReaderType) || PyModule_AddIntConstant(module, "VERSION", VERSION)) {

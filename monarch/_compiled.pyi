@@ -1,7 +1,10 @@
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
 from monarch.compiled import Targets
+from monarch.core.driver import Signal
+from monarch.core.envelope import Envelope
 from monarch.transports.base import Buffer, Frame
 
 VERSION: int
@@ -50,6 +53,16 @@ class Lane:
     def __init__(self, writer: Writer, session: object, fd: int, most_bytes: int, /) -> None: ...
     def close(self) -> None: ...
 
+class Inbox:
+    """As `core.mailbox` has it in Python."""
+
+    calls: deque[Envelope]
+    signal: Signal
+    message: type[Envelope]
+    come_bytes: int
+    weigh_at_bytes: int
+    is_open: bool
+
 def post(
     targets: Targets,
     parts: list[Buffer],
@@ -64,8 +77,8 @@ def post(
     reply_port: int,
     /,
 ) -> int:
-    """Number a message, and put it into the rings of all `targets`, in one step: no other thread and no handler of a
-    signal runs between.
+    """Number a message, and put it into the rings of all `targets`, or into the mailbox of the only one, and wake who
+    waits for it, in one step: no other thread and no handler of a signal runs between.
 
     Returns:
         `compiled.SENT`, or `FULL`; or 0, and nothing is sent or numbered: to one of them it has to go another way.

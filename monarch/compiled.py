@@ -2,7 +2,8 @@
 
 - Rings in shared memory (`transports.ring`), and a wait that looks at them with the interpreter let go.
 - The numbering of sessions and the heads of messages; `core.protocol` and `core.envelope` have the same in Python.
-- Lanes: a message goes from its sender into the rings of all its receivers in one step.
+- Lanes: a message goes from its sender into the rings of all its receivers in one step; into the mailbox of an actor of
+  the same process (`core.mailbox`), too.
 
 It is optional, and built where a C compiler is. Without it, and where the variable `MONARCH_RING` is 0, all goes by
 Python and through sockets.
@@ -23,14 +24,15 @@ if TYPE_CHECKING:
 
 __all__ = ["FULL", "SENT", "Lane", "Reader", "Targets", "Writer", "part", "post", "why_not"]
 
-_VERSION: Final = 7
+_VERSION: Final = 8
 
 SENT: Final = 1
 FULL: Final = 2
 """What `post` says when it has sent; `FULL`: and who sends is to wait for room."""
 
 Targets = tuple[tuple[Any, Iterator[int] | None, int, int], ...]
-"""Receivers of one message, each: (who has its `lane`, where its number comes from, process, rank)."""
+"""Receivers of one message, each: (who has its `lane`, where its number comes from, process, rank); or, alone, an actor
+of this process: (its mailbox, None, process, rank)."""
 
 try:
     import monarch._compiled as part

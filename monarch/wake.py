@@ -7,17 +7,26 @@ from collections.abc import Callable
 
 
 class Wake:
-    """A descriptor that any thread can make readable, to end a poll. A closed one does nothing."""
+    """A descriptor that any thread can make readable, to end a poll. A closed one does nothing.
+
+    Attributes:
+        bell: a byte at which whoever polls looks now, and which is set instead, without a call of the system; or None.
+    """
+
+    __slots__ = ("_owned", "bell")
 
     def __init__(self) -> None:
+        self.bell: bytearray | None = None
         self._owned: OwnedFd | None = OwnedFd(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
 
     def fileno(self) -> int:
         return self._owned.fd if self._owned is not None else -1
 
     def set(self) -> None:
-        owned = self._owned
-        if owned is not None:
+        bell, owned = self.bell, self._owned
+        if bell is not None:
+            bell[0] = 1
+        elif owned is not None:
             os.eventfd_write(owned.fd, 1)
 
     def clear(self) -> None:

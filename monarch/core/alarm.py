@@ -71,18 +71,17 @@ class Watch:
 
     def __init__(self, alarm: TimerAlarm) -> None:
         """Raises: OSError."""
-        self._wake = Wake()
+        self.waker = Wake()  # nudges
         self.call = alarm.set
-        self.nudge = self._wake.set
         self._poll = select.poll()
-        for each in (alarm, self._wake):
+        for each in (alarm, self.waker):
             self._poll.register(each, select.POLLIN)
 
     def wait(self, timeout_s: float | None) -> None:
         """May return early."""
         if self._poll.poll(None if timeout_s is None else math.ceil(max(timeout_s, 0.0) * 1e3)):
             self.call(None)
-            self._wake.clear()
+            self.waker.clear()
 
 
 def make_alarm() -> Alarm:

@@ -25,6 +25,7 @@ from monarch.core.alarm import ImmediateAlarm, Watch, make_alarm, make_watch
 from monarch.core.held import NOTHING_HELD, Held, NothingHeld, on_main_thread
 from monarch.core.spin import Spin, cpus
 from monarch.transports import ring
+from monarch.wake import Wake
 
 _TAKE_OVER_S: Final = 0.010
 _LONGEST_PAUSE_S: Final = 0.040
@@ -49,7 +50,7 @@ class Signal:
     The waiter calls `clear`, looks whether what it waits for is there, and only then waits.
     """
 
-    __slots__ = ("_bell", "_lock", "is_near", "is_set", "looks", "pumping", "wake")
+    __slots__ = ("_lock", "bell", "is_near", "is_set", "looks", "pumping", "wake")
 
     def __init__(self, looks: bool = True, is_near: bool = False) -> None:
         """
@@ -59,13 +60,13 @@ class Signal:
             is_near: whether another thread of this process sets it, which needs nobody who pumps.
         """
         self.looks, self.is_near = looks, is_near
-        self._bell: bytearray | None = None
+        self.bell: bytearray | None = None
         """Where the waiter looks, before it sleeps on the lock."""
         self._lock = threading.Lock()
         self._lock.acquire()
         self.is_set = False
-        self.wake: Callable[[], None] | None = None
-        """How to wake the waiter while it sleeps on a descriptor and not on the lock."""
+        self.wake: Wake | None = None
+        """What wakes the waiter while it sleeps on a descriptor and not on the lock."""
         self.pumping = 0
         """The thread that waits while it pumps: what it finds there itself need not wake it."""
 
@@ -77,9 +78,9 @@ class Signal:
 
     def nudge(self) -> None:
         """Let the waiter look again, without setting the signal."""
-        wake, bell = self.wake, self._bell
+        wake, bell = self.wake, self.bell
         if wake is not None:
-            wake()
+            wake.set()
         elif bell is not None:
             bell[0] = 1
         elif self._lock.locked():
@@ -88,7 +89,7 @@ class Signal:
             except RuntimeError:
                 pass  # another thread released it in between: the waiter is awake
             if (wake := self.wake) is not None:
-                wake()  # it has looked at the lock just before
+                wake.set()  # it has looked at the lock just before
 
     def clear(self) -> None:
         self.is_set = False
@@ -103,7 +104,7 @@ class Signal:
     def keep(self, watch: Watch, timeout_s: float | None) -> None:
         """Sleep, as `sleep` does after a `look`; a call of the `watch` ends it, too."""
         began_s = time.monotonic()
-        self.wake = watch.nudge
+        self.wake = watch.waker
         try:
             if not self.is_set and not self._lock.acquire(blocking=False):  # else a nudge came before
                 watch.wait(_until_look(timeout_s))
@@ -121,14 +122,14 @@ class Signal:
         global _looking
         if cpus() == 1 or _looking >= cpus():
             return False
-        self._bell = bell = bytearray(1)
+        self.bell = bell = bytearray(1)
         _looking += 1  # nothing that Python does from here to `try` lets a handler of a signal in
         try:
             if not self.is_set:
                 found, longest_s = ring.look((), -1, spin.time_s, bell)
                 spin.learn(found is not None, longest_s)
         finally:
-            self._bell = None
+            self.bell = None
             _looking -= 1
         return self.is_set or bool(bell[0])
 
@@ -169,8 +170,8 @@ class Driver(Protocol):
     thread: threading.Thread
     """The side thread. It runs no code of the user's."""
 
-    def start(self, pump: Callable[[float | None], None], wake: Callable[[], None], name: str) -> None:
-        """Begin. `pump(timeout_s)` takes in what arrives, once, and does not wait behind that; `wake()` makes a running
+    def start(self, pump: Callable[[float | None], None], wake: Wake, name: str) -> None:
+        """Begin. `pump(timeout_s)` takes in what arrives, once, and does not wait behind that; `wake` makes a running
         pump return."""
         ...
 
@@ -206,7 +207,7 @@ class ThreadDriver:
     def __init__(self) -> None:
         self._stopping = False
 
-    def start(self, pump: Callable[[float | None], None], wake: Callable[[], None], name: str) -> None:
+    def start(self, pump: Callable[[float | None], None], wake: Wake, name: str) -> None:
         self._pump, self._wake = pump, wake
         self.thread = threading.Thread(target=self._run, name=f"monarch-io {name}", daemon=True)
         self.thread.start()
@@ -223,7 +224,7 @@ class ThreadDriver:
 
     def stop(self) -> None:
         self._stopping = True
-        self._wake()
+        self._wake.set()
         if threading.current_thread() is not self.thread:
             self.thread.join(_JOIN_LIMIT_S)
 
@@ -260,7 +261,7 @@ class CallerDriver:
         self._pause_s = _TAKE_OVER_S  # of the side thread, between two looks
         self._is_wanted = False  # something has waited for a pump since the last one
 
-    def start(self, pump: Callable[[float | None], None], wake: Callable[[], None], name: str) -> None:
+    def start(self, pump: Callable[[float | None], None], wake: Wake, name: str) -> None:
         self._pump, self._wake = pump, wake
         self.thread = threading.Thread(target=self._side, name=f"monarch-io {name}", daemon=True)
         self.thread.start()
@@ -370,7 +371,7 @@ class CallerDriver:
             if self._heir is None and not self._lead.locked():
                 return  # the leader left before it could see this follower
             if self.leads_aside or self._inherits(signal):
-                self._wake()
+                self._wake.set()
             if not signal.is_set and not held.noted:
                 self._rest(signal, left_s, held)
         finally:
@@ -462,7 +463,7 @@ class CallerDriver:
 
     def stop(self) -> None:
         self._stopping = True
-        self._wake()
+        self._wake.set()
         self._side_signal.nudge()
         self._watch = None
         alarm, self._alarm = self._alarm, ImmediateAlarm()  # the descriptors go with whoever uses them still

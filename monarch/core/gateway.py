@@ -98,7 +98,7 @@ class Gateway:
     def listen(self, url: str) -> ProcId:
         """Accept links at `url`; returns this process's id with the address in it. Then start the driver."""
         self.open(url, self._secret)
-        self.driver.start(self.pump, self._poller.wake, str(self.proc.uid))
+        self.driver.start(self.pump, self._poller.waker, str(self.proc.uid))
         return self.proc
 
     def open(self, url: str, secret: bytes) -> Place:

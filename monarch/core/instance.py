@@ -49,7 +49,7 @@ log = get_logger("monarch.instance")
 
 
 class Sender:
-    """Who messages come from: an actor, or the client. Numbers what it sends, per destination."""
+    """Who messages come from: an actor, or the client. Numbers what it sends to other processes, per destination."""
 
     def __init__(self, proc: Proc, actor_id: ActorId) -> None:
         self.proc_runtime = proc
@@ -67,11 +67,15 @@ class Sender:
         return counter
 
     def on_lanes(self, members: Sequence[tuple[int, int]], actor_number: int) -> Targets | None:
-        """Members of a mesh, as (process, rank), as `compiled.post` wants them; none of them where one is in this
-        process. None: not all are known yet."""
-        if any(key == self.proc_runtime.key for key, _ in members):
-            return ()
-        peers = self.proc_runtime.gateway.peers
+        """Members of a mesh, as (process, rank), as `compiled.post` wants them; none of them where one of several is in
+        this process. None: not all are known yet."""
+        runtime = self.proc_runtime
+        if any(key == runtime.key for key, _ in members):
+            if len(members) > 1:
+                return ()
+            actor = runtime.actors.get(actor_number)
+            return ((actor.mailbox, None, *members[0]),) if isinstance(actor, Instance) else None
+        peers = runtime.gateway.peers
         found = [(peers.get(key), self._counter(key, actor_number), key, rank) for key, rank in members]
         return None if any(peer is None for peer, *_ in found) else tuple(found)
 
@@ -158,8 +162,7 @@ class Instance(Sender):
     def __init__(self, proc: Proc, actor_id: ActorId) -> None:
         super().__init__(proc, actor_id)
         self.signal = Signal()
-        self.mailbox = Mailbox(self.signal)
-        self._weigh_at_bytes = proc.backpressure.limit_bytes
+        self.mailbox = Mailbox(self.signal, proc.backpressure.limit_bytes)
         self.phase = Phase.BORN
         self.down: Down | None = None
         self.serving: list[Served] = []
@@ -187,8 +190,8 @@ class Instance(Sender):
         """Queue a call; returns why it is refused, if it is."""
         mailbox = self.mailbox
         down = mailbox.put(envelope)
-        if mailbox.come_bytes > self._weigh_at_bytes:
-            self._weigh_at_bytes = self.proc_runtime.backpressure.arrived(self, envelope)
+        if mailbox.come_bytes > mailbox.weigh_at_bytes:
+            mailbox.weigh_at_bytes = self.proc_runtime.backpressure.arrived(self, envelope)
         if envelope.chain and down is None:
             deadlock.suspect(self, envelope)
         return down

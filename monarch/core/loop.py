@@ -104,7 +104,7 @@ class _MailboxSelector(selectors.BaseSelector):
     def _wait_on_descriptors(self, left_s: float | None) -> list[tuple[selectors.SelectorKey, int]]:
         """The user has descriptors of his own: sleep on those and on the signal; a side thread drives the links."""
         assert self._wake is not None
-        self._signal.wake = self._wake.set
+        self._signal.wake = self._wake
         try:
             return self._poll_user(0 if self._signal.is_set else left_s)
         finally:

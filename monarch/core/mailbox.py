@@ -1,7 +1,9 @@
 """An actor's queue: messages of each sender in the order in which they were sent, and control messages first.
 
-Senders number their messages per destination before they fan out (`Flag.SEQUENCED`), so that the order holds over any
-route; a message that overtook another waits here for it.
+Senders number their messages for other processes, per destination, before they fan out (`Flag.SEQUENCED`), so that the
+order holds over any route; a message that overtook another waits here for it. Those of this process have one way only,
+and no numbers: the compiled part puts them in itself, in one step with the waking (`compiled.post`), as long as the
+mailbox is open and need not be weighed.
 """
 
 from __future__ import annotations
@@ -9,38 +11,55 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
+from monarch import compiled
 from monarch.core.driver import Signal
 from monarch.core.envelope import CallKey, Envelope, Flag
 from monarch.core.monitor import Down
 
 _SEQUENCED: Final = Flag.SEQUENCED
 _SKIP: Final = Flag.SKIP
+_NEVER: Final = 1 << 62  # bytes come into no mailbox
 
 
-class Mailbox:
+class _Inbox:
+    """What the compiled part knows of a mailbox; so it is there, too.
+
+    Attributes:
+        calls: those that can be taken now.
+        message: their type.
+        come_bytes: what has come since the last `weigh`, and what it found; an upper limit of what is queued. It grows
+            at any time.
+        weigh_at_bytes: with more, who puts a call in has to weigh.
+        is_open: whether the compiled part may put calls in.
+    """
+
+    __slots__ = ("calls", "come_bytes", "is_open", "message", "signal", "weigh_at_bytes")
+
+    calls: deque[Envelope]
+    message: type[Envelope]
+    signal: Signal
+    come_bytes: int
+    weigh_at_bytes: int
+    is_open: bool
+
+
+if not TYPE_CHECKING and compiled.part is not None:
+    _Inbox = compiled.part.Inbox
+
+
+class Mailbox(_Inbox):
     """`put` may be called from any thread, `take` from the actor's. After `close`, nothing more goes in."""
 
-    __slots__ = (
-        "_behind",
-        "_expected",
-        "_lock",
-        "_sealed",
-        "_waiting",
-        "calls",
-        "closed",
-        "come_bytes",
-        "controls",
-        "signal",
-        "told_full",
-    )
+    __slots__ = ("_behind", "_expected", "_lock", "_sealed", "_waiting", "closed", "controls", "told_full")
 
-    def __init__(self, signal: Signal) -> None:
-        self.signal = signal
+    def __init__(self, signal: Signal, weigh_at_bytes: int = _NEVER) -> None:
+        self.signal, self.message = signal, Envelope
+        self.calls = deque()
+        self.come_bytes, self.weigh_at_bytes = 0, min(weigh_at_bytes, _NEVER)
+        self.is_open = True
         self._lock = threading.Lock()
-        self.calls: deque[Envelope] = deque()
-        """Those that can be taken now."""
         self.controls: deque[Callable[[], None]] = deque()
         """What the runtime is to do on the actor's thread."""
         self.closed: Down | None = None
@@ -49,8 +68,6 @@ class Mailbox:
         self._expected: dict[tuple[int, int], int] = {}
         self._waiting: dict[tuple[int, int], dict[int, Envelope]] = {}
         self._behind: list[tuple[tuple[int, int], int, Callable[[], None]]] = []
-        self.come_bytes = 0
-        """What has come since the last `weigh`, and what it found; an upper limit of what is queued."""
         self.told_full: dict[int, int] = {}
         """The processes that are to hear of room here (`backpressure`), and by which (`Envelope.via`). While there are
         some, takers `lighten`."""
@@ -67,13 +84,15 @@ class Mailbox:
                 if seq != expected:
                     if seq > expected:  # else it is here already
                         self._waiting.setdefault(sender, {})[seq] = envelope
-                        self.come_bytes += size_of(envelope)
+                        size_bytes = size_of(envelope)  # first: the compiled part adds to it whenever another runs
+                        self.come_bytes += size_bytes
                     return None
                 if not flags & _SKIP:
                     self.calls.append(envelope)
                     # As `size_of`, but for the part that is always small; 0.2 us less.
                     parts = envelope.parts
-                    self.come_bytes += _MESSAGE_BYTES + (len(parts[-1]) if len(parts) == 2 else sum(map(len, parts)))
+                    size_bytes = _MESSAGE_BYTES + (len(parts[-1]) if len(parts) == 2 else sum(map(len, parts)))
+                    self.come_bytes += size_bytes
                 expected += 1
                 if self._waiting and (waiting := self._waiting.get(sender)):
                     while (late := waiting.pop(expected, None)) is not None:
@@ -85,7 +104,8 @@ class Mailbox:
                 self._expected[sender] = expected
             else:
                 self.calls.append(envelope)
-                self.come_bytes += size_of(envelope)
+                size_bytes = size_of(envelope)
+                self.come_bytes += size_bytes
         if not self.signal.is_set:
             self.signal.notify()
         if self._behind:
@@ -153,6 +173,7 @@ class Mailbox:
     def close(self, down: Down) -> None:
         """Refuse what comes from now on, with `down`; what is queued stays, to be drained."""
         with self._lock:
+            self.is_open = False
             if self.closed is None:
                 self.closed = down
         self.signal.notify()
@@ -182,9 +203,11 @@ class Mailbox:
     def weigh(self) -> int:
         """What is queued, in bytes, roughly: looks at every message."""
         with self._lock:
+            before_bytes = self.come_bytes
             late = [each for waiting in self._waiting.values() for each in waiting.values()]
-            self.come_bytes = sum(map(size_of, [*self.calls, *late]))
-            return self.come_bytes
+            found_bytes = sum(map(size_of, [*self.calls, *late]))
+            self.come_bytes += found_bytes - before_bytes  # what has come meanwhile stays
+            return found_bytes
 
     def lighten(self, size_bytes: int) -> int:
         """So much was taken out; returns what is left, at the most."""

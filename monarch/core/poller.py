@@ -43,14 +43,15 @@ class Poller:
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._count = itertools.count()
         self._lock = threading.Lock()
-        self._wake = Wake()
-        self._bell = bytearray(1)  # wakes one who looks, and costs no system call
-        self._hears_bell = False
+        self.waker = Wake()
+        """Makes a running `poll` return soon, or the next one at once."""
+        self.wake = self.waker.set
+        self._bell = bytearray(1)
         self._spin = Spin(LOOK_S if cpus() > 1 else 0.0)
         self.closed = False
         self._running = 0  # the thread that runs handlers
         self._rounds = 0
-        self.register(self._wake.fileno(), lambda _: self._wake.clear())
+        self.register(self.waker.fileno(), lambda _: self.waker.clear())
 
     def register(self, fd: int, handler: Callable[[int], None], reader: Reader | None = None) -> None:
         """Call `handler(events)` whenever `fd` is readable, and with 0 when there is something for `reader`.
@@ -90,13 +91,6 @@ class Poller:
             self._epoll.modify(fd, READABLE | (WRITABLE if writable else 0))
         except (OSError, ValueError):
             pass  # it is going; its end will be noticed by whoever reads it
-
-    def wake(self) -> None:
-        """Make a running `poll` return soon, or the next one at once."""
-        if self._hears_bell:
-            self._bell[0] = 1
-        else:
-            self._wake.set()
 
     def call_later(self, delay_s: float, action: Callable[[], None]) -> None:
         """Run `action` inside `poll`, after `delay_s`. It must not block."""
@@ -139,11 +133,11 @@ class Poller:
             return found or self._sleep(timeout_s)
         ready: list[int] | None = None
         if looks and spin.pays():
-            self._hears_bell = True
+            self.waker.bell = self._bell
             try:
                 ready, longest_s = ring.look(readers, self._epoll_fd, spin.time_s, self._bell)
             finally:
-                self._hears_bell = False
+                self.waker.bell = None
             spin.learn(ready is not None, longest_s)
             if self._bell[0]:
                 self._bell[0] = 0
@@ -184,4 +178,4 @@ class Poller:
         """Let go of everything. `shut` comes first."""
         self._handlers.clear()
         self._timers.clear()
-        self._wake.close()
+        self.waker.close()

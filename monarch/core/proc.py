@@ -259,8 +259,8 @@ class Proc:
                 self.bounce(envelope, Down("unreachable", "nobody receives at this port any more"))
         elif kind == Kind.CALL:
             actor = self.actors.get(envelope.dst_actor) or self._awaited(envelope)
-            if actor is not None and (down := actor.post(envelope)) is not None:
-                self.bounce(envelope, down)
+            if actor is not None:
+                self._post(actor, envelope)
         elif kind == Kind.SYSTEM:
             self._deliver_request(envelope)
         elif kind == Kind.SPAWN:
@@ -357,13 +357,21 @@ class Proc:
     # ---- actors
 
     def adopt(self, instance: Instance | Sender) -> None:
-        """`instance` belongs to this process from now on; messages that came too early are delivered."""
+        """`instance` belongs to this process from now on; messages that came too early are delivered first."""
         number = instance.actor_id.number
-        with self._lock:
-            self.actors[number] = instance
-            held = self._unborn.pop(number, [])
-        for envelope in held:
-            self.deliver(envelope)
+        while True:
+            with self._lock:
+                held = self._unborn.pop(number, None)
+                if held is None:
+                    self.actors[number] = instance
+                    return
+            for envelope in held:
+                self._post(instance, envelope)
+
+    def _post(self, actor: Instance | Sender, envelope: Envelope) -> None:
+        down = actor.post(envelope)
+        if down is not None:
+            self.bounce(envelope, down)
 
     def actor_ended(self, instance: Instance, down: Down) -> None:
         """An actor reports its end, once."""

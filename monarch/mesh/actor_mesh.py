@@ -273,13 +273,18 @@ class ActorMesh(MeshView, Generic[A]):
                 raise
         for rank in ranks:
             key, proc = targets[rank]
-            each = parts
-            if key == own and len(ranks) + len(branches) > 1:
-                # A member in this process would write to the very memory that is still on its way to the others.
-                each = [parts[0], *codec.private_parts(parts[1:])]
+            if key == own:
+                each = parts
+                if len(ranks) + len(branches) > 1:
+                    # It would write to the very memory that is still on its way to the others.
+                    each = [parts[0], *codec.private_parts(parts[1:])]
+                call = Envelope(Kind.CALL, key, number, 0, own, source, each, 0, rank, 0, reply_port)
+                call.chain = chain
+                runtime.deliver(call)
+                continue
             seq = sender.next_seq(key, number)
             try:
-                call = Envelope(Kind.CALL, key, number, 0, own, source, each, Flag.SEQUENCED, rank, seq, reply_port)
+                call = Envelope(Kind.CALL, key, number, 0, own, source, parts, Flag.SEQUENCED, rank, seq, reply_port)
                 call.chain = chain
                 runtime.send(call, proc, may_wait=False)
             except BaseException:

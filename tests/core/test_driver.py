@@ -64,7 +64,7 @@ def links() -> Links:
 @pytest.fixture(params=["caller", "thread"])
 def driver(request: pytest.FixtureRequest, links: Links) -> Iterator[CallerDriver | ThreadDriver]:
     made = make_driver(request.param)
-    made.start(links.pump, links.wake_fd.set, "test")
+    made.start(links.pump, links.wake_fd, "test")
     yield made  # type: ignore[misc]
     made.stop()
     assert not made.thread.is_alive()  # type: ignore[attr-defined]
@@ -75,7 +75,7 @@ def driver(request: pytest.FixtureRequest, links: Links) -> Iterator[CallerDrive
 @pytest.fixture
 def caller(links: Links) -> Iterator[CallerDriver]:
     made = CallerDriver()
-    made.start(links.pump, links.wake_fd.set, "test")
+    made.start(links.pump, links.wake_fd, "test")
     yield made
     made.stop()
     assert not made.thread.is_alive()
@@ -529,7 +529,7 @@ def test_an_interrupt_of_a_look_leaves_nothing_behind(
 
     with pytest.raises(KeyboardInterrupt):
         caller.wait(signal, _LIMIT_S)
-    assert driver_module._looking == 0 and signal._bell is None
+    assert driver_module._looking == 0 and signal.bell is None
     assert not caller.wait(signal, 0)  # which does not look
     looks_by(lambda *_: (None, 0.0))
     links.post(signal.notify)
@@ -574,7 +574,7 @@ def test_the_side_thread_leads_after_a_rest_whatever_wakes_it(
 ) -> None:
     monkeypatch.setattr("monarch.core.driver.make_alarm", make)
     driver = CallerDriver()
-    driver.start(links.pump, links.wake_fd.set, "test")
+    driver.start(links.pump, links.wake_fd, "test")
     for _ in range(3):
         signal = Signal()
         waiter = _start(lambda signal=signal: driver.wait(signal, _LIMIT_S))  # type: ignore[misc]

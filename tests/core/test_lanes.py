@@ -1,21 +1,29 @@
-"""Lanes: a message leaves for all its receivers in one step, or for none; the other way and back keeps the order."""
+"""Lanes: a message leaves for all its receivers in one step, or for none; the other way and back keeps the order. A
+call to an actor of the same process comes into its mailbox in one step, too, or not at all.
+"""
 
 from __future__ import annotations
 
 import gc
 import itertools
+import os
 import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from monarch import compiled
+from monarch.core.driver import Signal
 from monarch.core.envelope import Envelope, Flag, Kind
+from monarch.core.mailbox import Mailbox, size_of
+from monarch.core.monitor import Down
 from monarch.core.protocol import FrameType, Session
 from monarch.errors import RemoteProtocolError
 from monarch.transports import ring
+from monarch.wake import Wake
 
 pytestmark = pytest.mark.skipif(bool(compiled.why_not), reason=compiled.why_not or "there are lanes")
 
@@ -311,3 +319,132 @@ def test_no_signal_comes_between_a_number_and_its_message(make: Make) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, old)
     assert interrupted == 200 and seen == list(range(len(seen))) and next(way.counter) == len(seen)
+
+
+# To an actor of the same process
+
+
+def _here(mailbox: Mailbox, rank: int = 0) -> Any:
+    return mailbox, None, 7, rank
+
+
+def test_what_is_posted_here_is_what_would_be_put() -> None:
+    mailbox = Mailbox(Signal())
+    parts = [b"what", memoryview(bytearray(100))]
+
+    assert post(_here(mailbox, rank=3), parts=parts) == compiled.SENT
+
+    (got,) = mailbox.calls
+    sent = Envelope(Kind.CALL, 7, 3, 4, 5, 6, parts, 0, 3, 0, 8, 60)
+    assert type(got) is Envelope and fields(got) == fields(sent) and got.parts is parts
+    assert mailbox.signal.is_set and mailbox.take() is got and mailbox.take() is None
+    assert mailbox.come_bytes == size_of(sent)
+
+
+def _stop(mailbox: Mailbox) -> None:
+    mailbox.close(Down("stopped", "it was stopped"))
+    mailbox.signal.clear()
+
+
+def _weighs(mailbox: Mailbox) -> None:
+    mailbox.weigh_at_bytes = mailbox.come_bytes + 100
+
+
+@pytest.mark.parametrize("hinder", [_stop, _weighs])
+def test_a_mailbox_that_python_has_to_look_at_stays_as_it_is(hinder: Callable[[Mailbox], None]) -> None:
+    mailbox = Mailbox(Signal())
+    hinder(mailbox)
+
+    assert post(_here(mailbox)) == 0
+    assert not mailbox.calls and not mailbox.come_bytes and not mailbox.signal.is_set
+
+
+def test_a_call_with_a_chain_may_be_part_of_a_deadlock_and_is_left_to_python() -> None:
+    mailbox = Mailbox(Signal())
+
+    assert post(_here(mailbox), chain=b"who called") == 0
+    assert not mailbox.calls and not mailbox.signal.is_set
+
+
+def test_what_is_no_mailbox_of_messages_is_refused() -> None:
+    mailbox = Mailbox(Signal())
+    mailbox.message = int  # type: ignore[assignment]
+
+    with pytest.raises(TypeError, match="the type of its messages"):
+        post(_here(mailbox))
+    assert not mailbox.calls and not mailbox.signal.is_set
+
+
+def test_who_sleeps_on_the_lock_of_a_signal_is_woken_once() -> None:
+    mailbox = Mailbox(Signal())
+    for _ in range(2):
+        assert post(_here(mailbox)) == compiled.SENT
+
+    mailbox.signal.sleep_at_once(20.0)
+    assert mailbox.signal._lock.locked() and len(mailbox) == 2
+
+
+def test_who_looks_at_its_bell_needs_no_other_waking() -> None:
+    mailbox = Mailbox(Signal())
+    bell = mailbox.signal.bell = bytearray(1)
+
+    assert post(_here(mailbox)) == compiled.SENT
+    assert bell[0] and mailbox.signal._lock.locked()
+
+
+def test_who_sleeps_on_a_descriptor_is_woken_there() -> None:
+    mailbox = Mailbox(Signal())
+    wake = mailbox.signal.wake = Wake()
+    bell = wake.bell = bytearray(1)
+
+    assert post(_here(mailbox)) == compiled.SENT
+    assert bell[0]
+
+    wake.bell = None
+    mailbox.signal.clear()
+    assert post(_here(mailbox)) == compiled.SENT
+    assert os.eventfd_read(wake.fileno()) == 1
+
+    wake.close()
+    mailbox.signal.clear()
+    assert post(_here(mailbox)) == compiled.SENT
+    assert mailbox.signal._lock.locked() and len(mailbox) == 3
+
+
+def test_a_thread_that_pumps_needs_not_wake_itself() -> None:
+    mailbox = Mailbox(Signal())
+    mailbox.signal.pumping = threading.get_ident()
+
+    assert post(_here(mailbox)) == compiled.SENT
+    assert mailbox.signal.is_set and mailbox.signal._lock.locked()
+
+
+def test_no_signal_comes_between_a_call_and_the_waking_of_its_actor() -> None:
+    """Handlers that raise, as often as they can: whoever has a call knows of it."""
+    mailbox = Mailbox(Signal())
+    interrupted = 0
+
+    def handler(number: int, frame: object) -> None:
+        raise InterruptedError
+
+    old = signal.signal(signal.SIGALRM, handler)
+    try:
+        for _ in range(20_000):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 20e-6)
+                for _ in range(100):
+                    post(_here(mailbox))
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except InterruptedError:
+                interrupted += 1
+            if mailbox.calls:
+                assert mailbox.signal.is_set and not mailbox.signal._lock.locked()
+                mailbox.signal.sleep_at_once(0.0)
+            mailbox.signal.clear()
+            mailbox.drain()
+            if interrupted == 200:
+                break
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old)
+    assert interrupted == 200

@@ -245,3 +245,22 @@ def test_it_forgets_who_is_to_hear_of_room_with_his_process() -> None:
     mailbox.forget_sender(5)
 
     assert mailbox.told_full == {6: 1}
+
+
+def test_what_comes_while_it_is_weighed_is_not_forgotten() -> None:
+    mailbox = Mailbox(Signal())
+    late = _message(1, 0)
+
+    class Part:
+        def __len__(self) -> int:
+            if not late.flags & Flag.SILENT:  # once
+                late.flags |= Flag.SILENT
+                mailbox.calls.append(late)  # as the compiled part may
+                mailbox.come_bytes += size_of(late)
+            return 10
+
+    mailbox.put(Envelope(Kind.CALL, 1, 2, 0, 5, 1, []))
+    mailbox.calls[0].parts.append(Part())  # type: ignore[arg-type]
+
+    assert mailbox.weigh() == size_of(mailbox.calls[0])
+    assert mailbox.come_bytes == sum(map(size_of, mailbox.calls))

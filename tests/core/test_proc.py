@@ -74,6 +74,25 @@ def test_a_request_to_a_process_that_ends_fails_with_the_reason(net: Net) -> Non
     assert isinstance(error, PeerGone) and error.down.stopped and not a.ports
 
 
+def test_what_comes_while_early_messages_are_delivered_waits_behind_them(net: Net) -> None:
+    proc = net.proc("a")
+    got: list[int] = []
+
+    class Early(Instance):
+        def post(self, envelope: Envelope) -> Down | None:
+            got.append(envelope.seq)
+            if envelope.seq == 0:
+                proc.deliver(_call(proc, proc, 500, seq=2))
+            return None
+
+    for seq in range(2):
+        proc.deliver(_call(proc, proc, 500, seq=seq))
+    proc.adopt(Early(proc, ActorId(proc.proc_id, 500, "early")))
+
+    assert got == [0, 1, 2] and 500 in proc.actors and not proc._unborn
+    proc.actors.pop(500)
+
+
 def test_messages_of_an_actor_that_is_not_born_yet_wait_for_it(net: Net) -> None:
     a, b = net.proc("a"), net.proc("b")
     asked: list[int] = []

@@ -102,7 +102,6 @@ class ActorClass:
 
     Attributes:
         name: `module.Qualname`.
-        signature: of the constructor; None where it does not say, as in C.
         is_async: whether the constructor may not block: unless every endpoint is sync.
         calls: what the descriptions of calls to its actors mean; `dispatch` keeps them here, for all actors of it.
     """
@@ -110,9 +109,15 @@ class ActorClass:
     cls: type
     name: str
     endpoints: dict[str, EndpointSpec]
-    signature: inspect.Signature | None
     is_async: bool
     calls: dict[bytes, Any] = field(factory=dict, init=False, eq=False, repr=False)
+
+    @functools.cached_property
+    def signature(self) -> inspect.Signature | None:
+        """Of the constructor; None where it does not say, as in C. Only who spawns asks."""
+        with contextlib.suppress(ValueError, TypeError):
+            return inspect.signature(self.cls)
+        return None
 
     def check_kinds(self) -> None:
         """Raises: ValueError when sync and async endpoints are mixed and the setting `mixed_endpoints` forbids that."""
@@ -162,8 +167,5 @@ def _class_of(cls: Any) -> ActorClass:
         for name, found in sorted(attributes.items(), key=lambda item: item[0])
         if isinstance(found, EndpointProperty)
     }
-    signature = None
-    with contextlib.suppress(ValueError, TypeError):
-        signature = inspect.signature(cls)
     is_async = not endpoints or any(spec.is_async for spec in endpoints.values())
-    return ActorClass(cls, f"{cls.__module__}.{cls.__qualname__}", endpoints, signature, is_async)
+    return ActorClass(cls, f"{cls.__module__}.{cls.__qualname__}", endpoints, is_async)

@@ -13,7 +13,7 @@ import random
 import types
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
-from functools import partial
+from functools import cached_property, partial
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -53,15 +53,51 @@ around_encoding: Callable[[Sequence[int]], AbstractContextManager[None]] | None 
 """Around the encoding of arguments for processes of these keys; set by distributed tensors, which must know them."""
 
 
+@define(frozen=True)
+class _Room:
+    """What a callable has room for.
+
+    Attributes:
+        positional: arguments, of which the last `optional` have defaults.
+        more: whether it takes more of them, as `*args`.
+        others: whether it has parameters that are passed by name only.
+    """
+
+    positional: int
+    optional: int
+    more: bool
+    others: bool
+
+    @classmethod
+    def of(cls, method: Callable[..., Any]) -> _Room:
+        """Of a function as most are, without a look at its parameters: every process that imports the class asks.
+
+        Raises:
+            TypeError, ValueError: it does not say, being in C, perhaps.
+        """
+        if type(method) is types.FunctionType and not {"__wrapped__", "__signature__"} & vars(method).keys():
+            code, flags = method.__code__, method.__code__.co_flags
+            more, others = flags & inspect.CO_VARARGS, code.co_kwonlyargcount or flags & inspect.CO_VARKEYWORDS
+            return cls(code.co_argcount, len(method.__defaults__ or ()), bool(more), bool(others))
+        kinds = [(p.kind, p.default is p.empty) for p in inspect.signature(method).parameters.values()]
+        positional = [required for kind, required in kinds if kind in _POSITIONAL]
+        rest = {kind for kind, _ in kinds if kind not in _POSITIONAL}
+        more = inspect.Parameter.VAR_POSITIONAL in rest
+        return cls(len(positional), positional.count(False), more, bool(rest - {inspect.Parameter.VAR_POSITIONAL}))
+
+
+_POSITIONAL: Final = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
 def _check_takes(method: Callable[..., Any], hidden: list[str]) -> None:
     """Raises: TypeError, where the method has no room for what it is given beside the caller's arguments."""
     try:
-        parameters = inspect.signature(method).parameters.values()
+        room = _Room.of(method)
     except (TypeError, ValueError):
-        return  # something in C, say
-    room = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
-    if room < len(hidden) and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        raise TypeError(f"endpoint {getattr(method, '__qualname__', method)} needs a parameter for {hidden[room]}")
+        return
+    if room.positional < len(hidden) and not room.more:
+        missing = hidden[room.positional]
+        raise TypeError(f"endpoint {getattr(method, '__qualname__', method)} needs a parameter for {missing}")
 
 
 def _refuse_object(name: str, /, *_: object, **__: object) -> NoReturn:
@@ -105,8 +141,8 @@ class EndpointProperty(Generic[P, R]):
         self.__name__ = getattr(method, "__name__", "endpoint")
         self.__doc__ = method.__doc__
         self.__isabstractmethod__ = getattr(method, "__isabstractmethod__", False)
-        for adverb in _ADVERBS:  # of the bound method, which an object that was not spawned has
-            with suppress(AttributeError):  # it has no attributes
+        with suppress(AttributeError):  # it has no attributes
+            for adverb in _ADVERBS:  # of the bound method, which an object that was not spawned has
                 setattr(method, adverb, partial(_refuse_object, self.__name__))
 
     @overload
@@ -205,7 +241,6 @@ class EndpointSpec:
     concurrent: bool
     propagator: Propagator
     is_async: bool
-    signature: inspect.Signature
     fewest: int  # positional arguments that always fit, where `simple`
     most: int
     simple: bool
@@ -223,13 +258,8 @@ class EndpointSpec:
         concurrent: bool = False,
         propagator: Propagator = None,
     ) -> EndpointSpec:
-        signature = inspect.signature(method)
-        parameters = list(signature.parameters.values())
-        hidden = 2 if sends_itself else 1
-        visible = parameters[hidden:]
-        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        simple = len(parameters) >= hidden and all(p.kind in positional for p in visible)
-        fewest = sum(p.default is p.empty for p in visible)
+        room = _Room.of(method)
+        most = room.positional - (2 if sends_itself else 1)
         return cls(
             name,
             method,
@@ -237,11 +267,15 @@ class EndpointSpec:
             concurrent,
             propagator,
             inspect.iscoroutinefunction(method),
-            signature,
-            fewest,
-            len(visible),
-            simple,
+            most - room.optional,
+            most,
+            simple=most >= 0 and not room.more and not room.others,
         )
+
+    @cached_property
+    def signature(self) -> inspect.Signature:
+        """Only callers ask for it, of a call that is not simple."""
+        return inspect.signature(self.method)
 
     @property
     def visible_signature(self) -> inspect.Signature:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +24,7 @@ from monarch.actor import (
     this_host,
     this_proc,
 )
+from monarch.mesh.endpoint import _Room
 from monarch.testing import fresh_client
 
 
@@ -121,6 +123,26 @@ def test_bad_input_is_refused_by_name(
 ) -> None:
     with pytest.raises(kind, match=text):
         call(*meshes)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        lambda: 1,
+        lambda self: 1,
+        lambda self, a, b=1: 1,
+        lambda self=None, a=1, /: 1,
+        lambda *args: 1,
+        lambda self, *args, a, b=1: 1,
+        lambda self, *, a: 1,
+        lambda self, **kwargs: 1,
+    ],
+)
+def test_what_a_function_takes_is_known_without_its_signature(method: Callable[..., Any]) -> None:
+    @functools.wraps(method)
+    def wrapper(*args: Any, **kwargs: Any) -> Any: ...
+
+    assert _Room.of(wrapper) == _Room.of(method)
 
 
 def test_what_can_be_no_endpoint_is_refused_at_its_definition() -> None:

@@ -20,6 +20,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <structmember.h>
+#include <errno.h>
 #include <stdarg.h>
 #include <stdatomic.h>
 #include <stdint.h>
@@ -40,7 +41,7 @@
 #define PAUSE() atomic_signal_fence(memory_order_seq_cst)
 #endif
 
-enum { VERSION = 8 }; /* of what Python calls here; compiled.py names the one that it needs */
+enum { VERSION = 9 }; /* of what Python calls here; compiled.py names the one that it needs */
 enum { HEAD_BYTES = 256, MOST_PARTS = 32, LOOKS_EACH = 64 };
 #define SKIP UINT32_MAX
 #define ENCODED (UINT32_C(1) << 31)
@@ -452,16 +453,20 @@ static PyObject *session_accept(Session *self, PyObject *frame) {
     return frame;
 }
 
-static PyObject *session_took(Session *self, PyObject *args) {
-    Py_ssize_t bytes;
-    double now_s;
-    if (!PyArg_ParseTuple(args, "nd", &bytes, &now_s)) return NULL;
+static void took(Session *self, Py_ssize_t bytes, double now_s) {
     self->received++;
     if (self->ack_due_s < 0) {
         self->ack_due_s = now_s + self->ack_interval_s;
         self->unacknowledged_bytes = 0;
     }
     self->unacknowledged_bytes += bytes;
+}
+
+static PyObject *session_took(Session *self, PyObject *args) {
+    Py_ssize_t bytes;
+    double now_s;
+    if (!PyArg_ParseTuple(args, "nd", &bytes, &now_s)) return NULL;
+    took(self, bytes, now_s);
     Py_RETURN_NONE;
 }
 
@@ -529,9 +534,9 @@ static Py_ssize_t bytes_of(PyObject *parts) {
     return total;
 }
 
-static PyObject *envelope_size(Envelope *self, void *closure) {
-    return PyLong_FromSsize_t(HEAD_OF_MESSAGE + bytes_of(self->parts));
-}
+static Py_ssize_t size_of(const Envelope *self) { return HEAD_OF_MESSAGE + bytes_of(self->parts); }
+
+static PyObject *envelope_size(Envelope *self, void *closure) { return PyLong_FromSsize_t(size_of(self)); }
 
 /* Of a head, which has been checked for its size, and the list of parts behind it, which this takes over. */
 static PyObject *envelope_of(PyTypeObject *type, const char *head, PyObject *parts) {
@@ -729,11 +734,63 @@ static PyObject *reader_carry(Ring *self, PyObject *session) {
     Py_RETURN_NONE;
 }
 
-static PyObject *reader_was_rung(Ring *self, PyObject *unused) {
-    if (!is_ready(self)) return NULL;
-    if (!self->armed || atomic_load_explicit(&self->ring->asleep, memory_order_relaxed)) Py_RETURN_FALSE;
+static int was_rung(Ring *self) {
+    if (!self->armed || atomic_load_explicit(&self->ring->asleep, memory_order_relaxed)) return 0;
     self->armed = 0;
-    Py_RETURN_TRUE;
+    return 1;
+}
+
+static PyObject *reader_was_rung(Ring *self, PyObject *unused) { return is_ready(self) ? PyBool_FromLong(was_rung(self)) : NULL; }
+
+static int take_bell(int fd);
+
+/* `pop`, `accept`, a delivery and `took` for each message of the session that is there now, and next. */
+static PyObject *reader_deliver(Ring *self, PyObject *const *args, Py_ssize_t n) {
+    if (n != 5) {
+        PyErr_SetString(PyExc_TypeError, "deliver(take, proc, after, now_s, fd)");
+        return NULL;
+    }
+    if (!is_ready(self)) return NULL;
+    uint64_t proc = PyLong_AsUnsignedLongLong(args[1]), after = PyLong_AsUnsignedLongLong(args[2]);
+    double now_s = PyFloat_AsDouble(args[3]);
+    long fd = PyLong_AsLong(args[4]);
+    if (PyErr_Occurred()) return NULL;
+    Session *session = (Session *)self->session;
+    if (!session || !self->attended) Py_RETURN_FALSE;
+    self->after = after;
+    Py_INCREF((PyObject *)session);
+    uint64_t end = atomic_load_explicit(&self->ring->tail, memory_order_acquire), at, acknowledged = 0;
+    int is_all = 1, delivered = 0;
+    struct record record;
+    while (end - self->mine - 1 < self->capacity && next_record(self, &record, &at) == RECORD) {
+        const char *from = self->data + (at & (self->capacity - 1)) + sizeof record;
+        uint64_t made = self->made;
+        Envelope *message = (Envelope *)message_of(self, &record, from, &acknowledged);
+        if (!message || message->dst_proc != proc) { /* it is looked at in the long way, and what is wrong with it, too */
+            self->made = made;
+            is_all = 0;
+            PyErr_Clear();
+            Py_XDECREF((PyObject *)message);
+            break;
+        }
+        delivered = 1;
+        self->mine = at + record.size;
+        atomic_store_explicit(&self->ring->head, self->mine, memory_order_release);
+        Py_ssize_t size = size_of(message); /* whoever has it may take it apart */
+        PyObject *done = PyObject_CallFunctionObjArgs(args[0], (PyObject *)message, NULL);
+        Py_DECREF((PyObject *)message);
+        if (done || PyErr_ExceptionMatches(PyExc_Exception)) took(session, size, now_s);
+        if (!done) break;
+        Py_DECREF(done);
+    }
+    PyObject *type, *error, *trace;
+    PyErr_Fetch(&type, &error, &trace);
+    is_all = is_all && delivered && !type; /* what wakes without a message is something else */
+    if (is_all && was_rung(self)) is_all = fd >= 0 && take_bell((int)fd);
+    if (acknowledged) forget_until(session, acknowledged); /* last: see there */
+    Py_DECREF((PyObject *)session);
+    PyErr_Restore(type, error, trace);
+    return type ? NULL : PyBool_FromLong(is_all);
 }
 
 static PyObject *reader_attended(Ring *self, void *closure) { return PyBool_FromLong(self->attended); }
@@ -771,12 +828,10 @@ static PyObject *module_ring_bell(PyObject *module, PyObject *arg) {
     return PyErr_Occurred() ? NULL : PyBool_FromLong(ring_bell((int)fd));
 }
 
-static PyObject *module_take_bell(PyObject *module, PyObject *arg) {
+static int take_bell(int fd) {
     uint32_t bell = 1;
-    long fd = PyLong_AsLong(arg);
-    if (PyErr_Occurred()) return NULL;
-    if (recv((int)fd, &bell, sizeof bell, MSG_DONTWAIT | MSG_PEEK) != sizeof bell || bell) Py_RETURN_FALSE;
-    return PyBool_FromLong(recv((int)fd, &bell, sizeof bell, MSG_DONTWAIT) == sizeof bell);
+    if (recv(fd, &bell, sizeof bell, MSG_DONTWAIT | MSG_PEEK) != sizeof bell || bell) return 0;
+    return recv(fd, &bell, sizeof bell, MSG_DONTWAIT) == sizeof bell;
 }
 
 /* ---- a lane: how a session's messages leave through a ring, from the first look to the bell in one step. Nobody else runs
@@ -1177,11 +1232,7 @@ static PyObject *module_look(PyObject *module, PyObject *const *args, Py_ssize_t
     return Py_BuildValue(found ? "(Nd)" : "(Od)", ready, (double)longest * 1e-9);
 }
 
-static PyObject *module_fall_asleep(PyObject *module, PyObject *readers) {
-    if (!PyTuple_Check(readers)) {
-        PyErr_SetString(PyExc_TypeError, "readers are to be in a tuple");
-        return NULL;
-    }
+static PyObject *ready_of(PyObject *readers, PyObject *events) {
     PyObject *found = PyList_New(0);
     Py_ssize_t count = PyTuple_Size(readers);
     /* First a look at all: as long as one has something, the writers of the others need not ring. */
@@ -1189,10 +1240,52 @@ static PyObject *module_fall_asleep(PyObject *module, PyObject *readers) {
         for (Py_ssize_t i = 0; found && i < count; i++) {
             Ring *reader = reader_at(readers, i);
             if (!reader) Py_CLEAR(found);
-            else if ((asleep ? !fall_asleep(reader) : something_is_there(reader)) && append_number(found, i)) return NULL;
+            else if ((asleep ? !fall_asleep(reader) : something_is_there(reader)) &&
+                     PyList_Append(found, PyTuple_GetItem(events, i)))
+                Py_CLEAR(found);
         }
     }
     return found;
+}
+
+enum { MOST_EVENTS = 256, LONGEST_SLEEP_MS = 3600 * 1000 };
+
+static int append_event(PyObject *list, const struct epoll_event *event) {
+    PyObject *item = Py_BuildValue("(iI)", event->data.fd, (unsigned int)event->events);
+    int failed = !item || PyList_Append(list, item);
+    Py_XDECREF(item);
+    return failed ? -1 : 0;
+}
+
+static PyObject *module_sleep(PyObject *module, PyObject *const *args, Py_ssize_t n) {
+    if (n != 4 || !PyTuple_Check(args[0]) || !PyTuple_Check(args[1]) || PyTuple_Size(args[0]) != PyTuple_Size(args[1])) {
+        PyErr_SetString(PyExc_TypeError, "sleep(readers, events, epoll, timeout_s): tuples of the same length");
+        return NULL;
+    }
+    long epoll = PyLong_AsLong(args[2]);
+    double timeout_s = args[3] == Py_None ? -1 : PyFloat_AsDouble(args[3]);
+    if (PyErr_Occurred()) return NULL;
+    PyObject *found = ready_of(args[0], args[1]);
+    if (!found) return NULL;
+    if (PyList_Size(found)) return Py_BuildValue("(NO)", found, Py_None);
+    int timeout_ms = LONGEST_SLEEP_MS, count;
+    if (args[3] != Py_None && timeout_s * 1e3 < LONGEST_SLEEP_MS)
+        timeout_ms = timeout_s > 0 ? (int)(timeout_s * 1e3 + (1 - 1e-9)) : 0; /* not before it is over */
+    struct epoll_event events[MOST_EVENTS];
+    uint64_t began = now_ns();
+    Py_BEGIN_ALLOW_THREADS;
+    count = epoll_wait((int)epoll, events, MOST_EVENTS, timeout_ms);
+    Py_END_ALLOW_THREADS;
+    int failed = count < 0 ? errno : 0;
+    double slept_s = (double)(now_ns() - began) * 1e-9;
+    for (Py_ssize_t i = 0; i < PyTuple_Size(args[0]); i++) wake_up((Ring *)PyTuple_GetItem(args[0], i));
+    if (failed == EBADF || failed == EINVAL) PyErr_SetString(PyExc_ValueError, "it is closed");
+    else if (failed == EINTR) PyErr_CheckSignals();
+    else if (failed) PyErr_SetFromErrno(PyExc_OSError);
+    for (int i = 0; i < count && !PyErr_Occurred(); i++) append_event(found, &events[i]);
+    if (!PyErr_Occurred()) return Py_BuildValue("(Nd)", found, slept_s);
+    Py_DECREF(found);
+    return NULL;
 }
 
 static PyObject *module_wake_up(PyObject *module, PyObject *readers) {
@@ -1218,6 +1311,7 @@ static PyMethodDef writer_methods[] = {
 static PyMethodDef reader_methods[] = {
     {"pop", (PyCFunction)reader_pop, METH_O, NULL},
     {"was_rung", (PyCFunction)reader_was_rung, METH_NOARGS, NULL},
+    {"deliver", (PyCFunction)(void (*)(void))reader_deliver, METH_FASTCALL, NULL},
     {"carry", (PyCFunction)reader_carry, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
@@ -1328,10 +1422,9 @@ static PyType_Spec lane_spec = {"monarch._compiled.Lane", sizeof(Lane), 0, Py_TP
 static PyMethodDef functions[] = {
     {"post", (PyCFunction)(void (*)(void))module_post, METH_FASTCALL, NULL},
     {"look", (PyCFunction)(void (*)(void))module_look, METH_FASTCALL, NULL},
-    {"fall_asleep", (PyCFunction)module_fall_asleep, METH_O, NULL},
+    {"sleep", (PyCFunction)(void (*)(void))module_sleep, METH_FASTCALL, NULL},
     {"wake_up", (PyCFunction)module_wake_up, METH_O, NULL},
     {"ring_bell", (PyCFunction)module_ring_bell, METH_O, NULL},
-    {"take_bell", (PyCFunction)module_take_bell, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_compiled", NULL, -1, functions, NULL, NULL, NULL, NULL};

@@ -26,6 +26,18 @@ class Reader:
     def pop(self, after: int, /) -> list[Frame]: ...
     def was_rung(self) -> bool: ...
     def carry(self, session: object, /) -> None: ...
+    def deliver(self, take: Callable[[Envelope], object], proc: int, after: int, now_s: float, fd: int, /) -> bool:
+        """Give to `take` the messages of the session that are there now, as long as each is the next and for that
+        process: as `pop`, with `Session.took` behind each. Whether that was all there is: otherwise, look with `pop`.
+
+        Args:
+            fd: the socket of the stream beside, to take the bell from that has rung for this; -1: in the middle of a
+                frame.
+
+        Raises:
+            Exception: of `take`. The message counts as taken, those behind it are still there.
+            BaseException: likewise, of a message that does not count.
+        """
 
 class Session:
     """As `core.protocol` has it in Python."""
@@ -100,14 +112,17 @@ def look(readers: tuple[Reader, ...], epoll: int, time_s: float, bell: bytearray
         bell: one byte. Another thread of this process that wants the one which looks sets it to other than 0.
     """
 
-def fall_asleep(readers: tuple[Reader, ...], /) -> list[int]:
-    """The places of those that have something; where none has, all sleep from now on."""
+def sleep(
+    readers: tuple[Reader, ...], events: tuple[tuple[int, int], ...], epoll: int, timeout_s: float | None, /
+) -> tuple[list[tuple[int, int]], float | None]:
+    """Those of the `events` whose readers have something, or else, with all of them asleep meanwhile, what `epoll` has
+    within the time, as (descriptor, mask). The second is how long it slept, in seconds; None: it did not. The readers
+    are awake from then on: whoever pushes while these events are dealt with need not wake them. May return early.
 
-def wake_up(readers: tuple[Reader, ...], /) -> None:
-    """Whoever pushes from now on need not wake the reader. Before the rings are read: that may take a while."""
+    Raises:
+        ValueError: the epoll is closed.
+        BaseException: what the handler of a signal raised.
+    """
 
 def ring_bell(fd: int, /) -> bool:
     """Put a bell into the stream of that socket: a frame of no parts. False, and nothing is sent: there is no room."""
-
-def take_bell(fd: int, /) -> bool:
-    """Take a bell from the stream, if one comes next; between two frames only."""

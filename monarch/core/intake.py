@@ -13,6 +13,7 @@ from monarch.core.limits import Limits
 from monarch.core.peer import Peer
 from monarch.core.protocol import FrameType, frame_type
 from monarch.log import get_logger
+from monarch.transports.base import Link
 
 log = get_logger("monarch.intake")
 
@@ -41,6 +42,32 @@ class Intake:
         self._deliver, self._pass_on, self._call_later = deliver, pass_on, call_later
         self._owing_acks: set[Peer] = set()
 
+    def take_from(self, peer: Peer, link: Link) -> None:
+        """What a link that carries `peer`'s session has.
+
+        Raises:
+            TransportError, ProtocolError: as `Link.recv_nowait`.
+            BaseException: as `take`.
+        """
+        now_s = time.monotonic()
+        peer.heard = True
+        if not self._driver.leads_aside:
+            peer.burst = 0
+        try:
+            is_all = link.deliver(self._deliver, self._key, now_s)
+        except Exception:
+            self._log_failed()
+            is_all = False
+        if not is_all:
+            self.take(peer, link.recv_nowait())
+        due = peer.session.ack_due(now_s)
+        if due:
+            peer.say(FrameType.ACK)
+        elif due is not None and peer not in self._owing_acks:
+            self._acknowledge_later(peer)
+        if peer.waiting_for_room:
+            peer.tell_of_room()
+
     def take(self, peer: Peer, frames: list[Any]) -> None:
         """Frames of `peer`'s session, oldest first; in place of some the `Envelope`s that the link has made of them, in
         their order: see `Link.carry`.
@@ -50,13 +77,7 @@ class Intake:
             BaseException: an interrupt of the thread that drives. The message that was being delivered, and those
                 behind it, come again on a new link; whoever has one by then knows it by its number.
         """
-        if not frames:
-            return
-        now_s = time.monotonic()
-        peer.heard = True
-        if not self._driver.leads_aside:
-            peer.burst = 0
-        session = peer.session
+        session, now_s = peer.session, time.monotonic()
         for frame in frames:
             message: Envelope | None = None
             if type(frame) is Envelope:
@@ -70,23 +91,23 @@ class Intake:
                         self._deliver(message)
                     else:
                         self._pass_on(message)
-                except Exception:  # a bug above must not cost the messages behind this one
-                    log.exception("message.failed", proc=str(self._uid), kind=message.kind)
+                except Exception:
+                    self._log_failed()
                 session.took(size_bytes, now_s)
             elif frame_type(frame) == FrameType.GOODBYE:
                 peer.said_goodbye = True
                 peer.say(FrameType.ACK)
             elif frame_type(frame) == FrameType.HEARTBEAT:
                 peer.say(FrameType.ACK)
-        if peer.waiting_for_room:
-            peer.tell_of_room()
-        due = session.ack_due(now_s)
-        if due:
-            peer.say(FrameType.ACK)
-        elif due is not None:
-            if not self._owing_acks:
-                self._call_later(self._ack_interval_s, self._acknowledge_all)
-            self._owing_acks.add(peer)
+
+    def _log_failed(self) -> None:
+        """A bug above must not cost the messages behind the one that met it."""
+        log.exception("message.failed", proc=str(self._uid))
+
+    def _acknowledge_later(self, peer: Peer) -> None:
+        if not self._owing_acks:
+            self._call_later(self._ack_interval_s, self._acknowledge_all)
+        self._owing_acks.add(peer)
 
     def _acknowledge_all(self) -> None:
         owing, self._owing_acks = self._owing_acks, set()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from threading import get_ident
 from typing import TYPE_CHECKING, Final
 
 from monarch import compiled
@@ -106,8 +107,11 @@ class Mailbox(_Inbox):
                 self.calls.append(envelope)
                 size_bytes = size_of(envelope)
                 self.come_bytes += size_bytes
-        if not self.signal.is_set:
-            self.signal.notify()
+        signal = self.signal
+        if not signal.is_set:  # `notify`, without the call
+            signal.is_set = True
+            if signal.pumping != get_ident():
+                signal.nudge()
         if self._behind:
             self._run_due()
         return None

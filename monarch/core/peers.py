@@ -71,7 +71,7 @@ class Peers:
     ) -> None:
         self._uid, self._key = proc.uid, proc.key
         self._poller, self._ways, self._limits = poller, ways, limits
-        self._take = intake.take
+        self._intake = intake
         self._hello, self._cork, self._bounce, self._on_gone = hello, cork, bounce, on_gone
         self.on_lost_child: Callable[[int], None] = lambda key: None  # the link to a process that we keep broke
         self._by_key: dict[int, Peer] = {}
@@ -227,7 +227,7 @@ class Peers:
             self._links.drop(link)
             return
         try:
-            self._take(peer, frames[1:])
+            self._intake.take(peer, frames[1:])
         except (TransportError, ProtocolError) as error:
             self.lost(peer, link, error)
         else:
@@ -258,15 +258,15 @@ class Peers:
     def on_link(self, peer: Peer, link: Link, event: int) -> None:
         """The poller has `event` of a link that carries the peer's session."""
         try:
-            if event & WRITABLE or (event and (link.blocked or peer.outbox)):
+            lane = peer.lane  # while it is open, nothing waits for room
+            if event & WRITABLE or (event and (lane is None or not lane.open) and (link.blocked or peer.outbox)):
                 try:
                     peer.flush(link)
                 except TransportError:
                     while frames := link.recv_nowait():  # what it sent before its end still counts
-                        self._take(peer, frames)
+                        self._intake.take(peer, frames)
                     raise
-            frames = link.recv_nowait()
-            self._take(peer, frames)
+            self._intake.take_from(peer, link)
         except (LinkClosed, TransportError) as error:
             self.lost(peer, link, error)
         except ProtocolError as error:
@@ -340,7 +340,7 @@ class Peers:
             # What it sent before its end still counts.
             try:
                 while frames := link.recv_nowait():
-                    self._take(peer, frames)
+                    self._intake.take(peer, frames)
             except (TransportError, ProtocolError):
                 pass
             self._links.drop(link)

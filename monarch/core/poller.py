@@ -131,7 +131,7 @@ class Poller:
         if ring.why_not:
             found = spin.look(self._epoll.poll) if looks else []
             return found or self._sleep(timeout_s)
-        ready: list[int] | None = None
+        found = []
         if looks and spin.pays():
             self.waker.bell = self._bell
             try:
@@ -142,14 +142,13 @@ class Poller:
             if self._bell[0]:
                 self._bell[0] = 0
                 return []
-        if not ready:
-            ready = ring.fall_asleep(readers)
-            if not ready:
-                found = self._sleep(timeout_s)
-                ring.wake_up(readers)  # who pushes while handlers run need not ring: we look before we sleep again
+            found = list(map(events.__getitem__, ready or ()))
+        if not found:
+            found, slept_s = ring.sleep(readers, events, self._epoll_fd, timeout_s)
+            if slept_s is not None:
+                spin.slept(slept_s)
                 return found
         self._rounds += 1
-        found = list(map(events.__getitem__, ready))
         return found if self._rounds % _ROUNDS_BETWEEN else found + self._epoll.poll(0)
 
     def _run_timers(self, now_s: float) -> None:
@@ -172,6 +171,7 @@ class Poller:
     def shut(self) -> None:
         """Wait for nothing more; registering fails from now on."""
         self.closed = True
+        self._epoll_fd = -1
         self._epoll.close()
 
     def close(self) -> None:

@@ -39,6 +39,9 @@ from monarch.transports.base import Buffer, Transport
 
 log = get_logger("monarch.proc")
 
+_CALL: Final = int(Kind.CALL)  # plain: every message is compared with it
+_PORT: Final = int(Kind.PORT)
+
 PROC_AGENT: Final = 1
 """Actor number of every process's agent, which answers for the process itself."""
 
@@ -251,13 +254,13 @@ class Proc:
 
     def deliver(self, envelope: Envelope) -> None:
         kind = envelope.kind
-        if kind == Kind.PORT:
+        if kind == _PORT:
             sink = self.ports.get(envelope.dst_port)
             if sink is not None:
                 sink.deliver(envelope)
             elif not envelope.flags & Flag.SILENT:
                 self.bounce(envelope, Down("unreachable", "nobody receives at this port any more"))
-        elif kind == Kind.CALL:
+        elif kind == _CALL:
             actor = self.actors.get(envelope.dst_actor) or self._awaited(envelope)
             if actor is not None:
                 self._post(actor, envelope)

@@ -156,7 +156,8 @@ class ActorBehavior:
         try:
             spec = called.spec or self._look_up(called)
             served = Served(instance, name, envelope, not spec.concurrent)
-            current_context.set(Context(instance, called.point(envelope.rank), served))
+            rank = envelope.rank
+            current_context.set(Context(instance, called.points.get(rank) or called.point(rank), served))
             box = self._arguments(envelope, name)
             if spec.sends_itself:
                 box[0] = (self._handed_out(envelope, port), *box[0])
@@ -239,7 +240,8 @@ class ActorBehavior:
             kwargs, args = box.pop(), box.pop()
             box.append(spec.method(self._actor, *args, **kwargs))
             del args, kwargs
-            self._end_if_forked(None)
+            if _forks != self._forks:
+                self._end_if_forked(None)
         except Exception as error:
             self._end_if_forked(error)
             return self._endpoint_failed(served, envelope, spec, port, error)
@@ -261,7 +263,8 @@ class ActorBehavior:
             kwargs, args = box.pop(), box.pop()
             box.append(await spec.method(self._actor, *args, **kwargs))
             del args, kwargs
-            self._end_if_forked(None)
+            if _forks != self._forks:
+                self._end_if_forked(None)
         except Exception as error:
             self._end_if_forked(error)
             return self._endpoint_failed(served, envelope, spec, port, error)

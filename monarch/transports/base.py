@@ -7,8 +7,8 @@ time for receiving and one at a time for sending (the two may be different threa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from attrs import define
 
@@ -86,6 +86,17 @@ class Link(Protocol):
         """
         ...
 
+    def deliver(self, take: Callable[[Any], None], proc: int, now_s: float) -> bool:
+        """Give to `take` the messages of the carried session that have arrived and are for that process, oldest first,
+        where this link makes messages, each with its `Session.took` behind it. Whether that was all there is; else
+        `recv_nowait` has the rest.
+
+        Raises:
+            Exception: of `take`; its message counts as taken, and `recv_nowait` has the rest.
+            BaseException: likewise, of a message that does not count.
+        """
+        ...
+
     def send_nowait(self, frames: Sequence[Sequence[Buffer]]) -> int:
         """Take as many whole frames, in order, as there is room for, and return how many were taken.
 
@@ -128,6 +139,11 @@ class Link(Protocol):
 
 def carry_anything(link: Link, session: object, most_bytes: int) -> None:
     """`Link.carry` of links that do not look at what they carry."""
+
+
+def deliver_nothing(link: Link, take: Callable[[Any], None], proc: int, now_s: float) -> bool:
+    """`Link.deliver` of such."""
+    return False
 
 
 class Listener(Protocol):

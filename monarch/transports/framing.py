@@ -114,6 +114,8 @@ class FrameDecoder:
     """What was wrong behind the frames that the last call returned."""
     pending: bytes = field(default=b"", init=False)
     """The start of something that is not whole yet."""
+    is_between_frames: bool = field(default=True, init=False)
+    """Whether the next byte is the first of a frame."""
     _sizes: tuple[int, ...] = field(default=(), init=False)  # of the frame that has begun
     _parts: Frame | None = field(default=None, init=False)  # its parts so far; None between frames
     filling: memoryview | None = field(default=None, init=False)
@@ -121,10 +123,6 @@ class FrameDecoder:
     _filled_bytes: int = field(default=0, init=False)
     _skipped_bytes: int = field(default=0, init=False)
     """How much of a big part that there is no memory for is still on its way."""
-
-    @property
-    def is_between_frames(self) -> bool:
-        return self._parts is None and not self.pending
 
     def get_buffer(self) -> memoryview | None:
         """Where the next bytes belong, or None if they are to be fed. What was written there is told to `advance`."""
@@ -208,6 +206,7 @@ class FrameDecoder:
             self._parts = None
         if pos < end:
             self.pending = data[pos:]
+        self.is_between_frames = self._parts is None and pos == end
 
     def _decode_parts(self, data: bytes, pos: int) -> int:
         """Go on with the frame that has begun; returns how far it came."""

@@ -22,7 +22,17 @@ from typing import ClassVar, Final
 from attrs import define, field
 
 from monarch.errors import AuthenticationError, LinkClosed, LinkSevered, TransportError
-from monarch.transports.base import BIG_BYTES, Buffer, Frame, Inherit, Link, Memory, Viability, carry_anything
+from monarch.transports.base import (
+    BIG_BYTES,
+    Buffer,
+    Frame,
+    Inherit,
+    Link,
+    Memory,
+    Viability,
+    carry_anything,
+    deliver_nothing,
+)
 from monarch.transports.url import parse
 
 QUEUE_BYTES: Final = 4 << 20
@@ -102,6 +112,7 @@ class InprocLink:
     ring: ClassVar[None] = None
     lane: ClassVar[None] = None
     carry = carry_anything
+    deliver = deliver_nothing
     peer: str
     outgoing: Direction
     incoming: Direction

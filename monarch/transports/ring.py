@@ -62,7 +62,5 @@ def _mapped(fd: int) -> tuple[object, Mapping]:
 
 if compiled.part is not None:  # what every message calls, as it is; see `_compiled.pyi`
     look = compiled.part.look
-    fall_asleep = compiled.part.fall_asleep
-    wake_up = compiled.part.wake_up
+    sleep = compiled.part.sleep
     ring_bell = compiled.part.ring_bell
-    take_bell = compiled.part.take_bell

@@ -29,10 +29,10 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from struct import Struct
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from monarch import compiled
 from monarch.errors import RemoteProtocolError, TransportError
@@ -178,6 +178,13 @@ class RingLink:
         if self.ring is not None:
             self.ring.carry(session)
 
+    def deliver(self, take: Callable[[Any], None], proc: int, now_s: float) -> bool:
+        reader = self.ring
+        if reader is None:
+            return False
+        fd = self._fd if self._stream.decoder.is_between_frames else -1
+        return reader.deliver(take, proc, self._received, now_s, fd)
+
     def _mark(self) -> bytes:
         return _START if self._writer is None else _MARK.pack(self._writer.position)
 
@@ -189,8 +196,7 @@ class RingLink:
         try:
             if reader is not None:
                 frames = self._pop(reader)
-                if frames and (not reader.was_rung() or (self._stream.is_between_frames and ring.take_bell(self._fd))):
-                    return frames
+                reader.was_rung()  # here the bell comes with the stream
             if not self._is_open and not self._open():
                 return frames
             for frame in self._stream.recv_nowait():

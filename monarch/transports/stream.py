@@ -27,7 +27,7 @@ from attrs import define, field
 
 from monarch.errors import AuthenticationError, LinkClosed, LinkSevered, ProtocolError, TransportError
 from monarch.transports.auth import Handshake
-from monarch.transports.base import Buffer, Frame, carry_anything
+from monarch.transports.base import Buffer, Frame, carry_anything, deliver_nothing
 from monarch.transports.framing import GOODBYE, FrameDecoder, Tail, encode, encode_joined
 
 QUEUE_BYTES: Final = 1 << 20
@@ -93,9 +93,10 @@ class StreamLink:
     ring: ClassVar[None] = None
     lane: ClassVar[None] = None
     carry = carry_anything
+    deliver = deliver_nothing
     _sock: socket.socket
     peer: str
-    _decoder: FrameDecoder = field(factory=FrameDecoder)
+    decoder: FrameDecoder = field(factory=FrameDecoder)
     encode: Callable[[Sequence[Sequence[Buffer]]], list[Buffer]] = encode_joined
     _room_event: int = select.POLLOUT  # how the descriptor says that there is room again
     _send_lock: AbstractContextManager[bool, None] = field(factory=threading.Lock)  # the receiver answers a goodbye
@@ -113,11 +114,6 @@ class StreamLink:
     @property
     def blocked(self) -> bool:
         return bool(self.out)
-
-    @property
-    def is_between_frames(self) -> bool:
-        """Whether the next byte is the first of a frame."""
-        return self._decoder.is_between_frames
 
     def __repr__(self) -> str:
         return f"<StreamLink to {self.peer}>"
@@ -213,7 +209,7 @@ class StreamLink:
         if self._end is not None:
             raise self._end
         frames: list[Frame] = []
-        decoder = self._decoder
+        decoder = self.decoder
         turn = 0
         try:
             while turn < TURN_BYTES:
@@ -281,7 +277,7 @@ class StreamLink:
             if not self._is_shut:
                 self._is_shut = True
                 self.out.append(GOODBYE)
-            tail = Tail(self._decoder.pending)
+            tail = Tail(self.decoder.pending)
             ended = False
             while not (sent := self._finish_sending()) or not (answering or ended):
                 poll = select.poll()

@@ -37,7 +37,7 @@ from typing import ClassVar, Final, Protocol
 from attrs import define, field
 
 from monarch.errors import LinkClosed, LinkSevered, ProtocolError, RemoteProtocolError, TransportError
-from monarch.transports.base import Buffer, Frame, Missing, carry_anything
+from monarch.transports.base import Buffer, Frame, Missing, carry_anything, deliver_nothing
 from monarch.transports.framing import COUNT, GOODBYE_COUNT, MARKER, MAX_PARTS, FrameDecoder, Tail, header
 from monarch.transports.stream import QUEUE_BYTES, RECV_BYTES, TURN_BYTES, discard, send_some, severed
 from monarch.wake import Wake
@@ -90,6 +90,7 @@ class TcpLink:
     ring: ClassVar[None] = None
     lane: ClassVar[None] = None
     carry = carry_anything
+    deliver = deliver_nothing
     _plain: socket.socket
     _pair: Pair
     peer: str

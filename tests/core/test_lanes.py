@@ -4,6 +4,7 @@ call to an actor of the same process comes into its mailbox in one step, too, or
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import os
@@ -56,6 +57,9 @@ class Way:
         for each in got:
             self.there.took(each.size_bytes, 0.0)
         return got
+
+    def deliver(self, take: Callable[[Any], object], proc: int = 7, *, stream: bool = True) -> bool:
+        return self.reader.deliver(take, proc, 0, 0.0, self.bells.fileno() if stream else -1)
 
     @property
     def bell_rang(self) -> bool:
@@ -189,11 +193,11 @@ def test_numbers_come_from_an_iterator_or_from_nowhere(make: Make) -> None:
 
 def test_only_a_sleeper_is_woken(make: Make) -> None:
     way = make()
-    ring.wake_up((way.reader,))
+    ring.look((way.reader,), -1, 0.0, bytearray(1))
     post(way.target())
     assert not way.bell_rang
+    way.reader.attended = False  # so that it sleeps when nothing is left
     way.reader.pop(0)
-    assert ring.fall_asleep((way.reader,)) == []
     post(way.target())
     assert way.bell_rang
     post(way.target())
@@ -215,6 +219,112 @@ def test_answers_acknowledge_what_has_come(make: Make) -> None:
     way.session.accept(way.there.control(FrameType.ACK))
 
     assert not way.session.unacked and way.session.unacked_bytes == 0 and not way.there.owes_ack
+
+
+def test_messages_are_delivered_one_by_one_and_count_when_they_are(make: Make) -> None:
+    way = make()
+    for _ in range(3):
+        post(way.target())
+    seen: list[tuple[int, int]] = []
+
+    assert way.deliver(lambda message: seen.append((message.seq, way.there.received)))
+
+    assert seen == [(0, 0), (1, 1), (2, 2)] and way.there.received == 3 and way.there.owes_ack
+    assert not way.deliver(seen.append), "what wakes without a message is something else"
+    assert len(seen) == 3 and way.take() == []
+
+
+def test_a_message_whose_delivery_fails_counts_and_one_that_is_interrupted_does_not(make: Make) -> None:
+    way = make()
+    for _ in range(3):
+        post(way.target())
+    seen: list[int] = []
+
+    def fail(error: BaseException) -> Callable[[Any], None]:
+        def take(message: Any) -> None:
+            seen.append(message.seq)
+            raise error
+
+        return take
+
+    with pytest.raises(ValueError, match="a bug"):
+        way.deliver(fail(ValueError("a bug")))
+    assert (seen, way.there.received) == ([0], 1)
+    with pytest.raises(KeyboardInterrupt):
+        way.deliver(fail(KeyboardInterrupt()))
+    assert (seen, way.there.received) == ([0, 1], 1)
+
+
+def test_what_comes_during_the_delivery_waits_for_the_next(make: Make) -> None:
+    way = make()
+    post(way.target())
+    seen: list[int] = []
+
+    def take(message: Any) -> None:
+        seen.append(message.seq)
+        post(way.target())
+
+    assert way.deliver(take) and seen == [0]
+    assert way.deliver(take) and seen == [0, 1]
+
+
+def test_what_is_no_message_for_this_process_is_left_where_it_is(make: Make) -> None:
+    way = make()
+    post(way.target())
+    post(way.target(proc=8))
+    way.writer.push([way.session.control(FrameType.HEARTBEAT)])
+    seen: list[int] = []
+
+    assert not way.deliver(lambda message: seen.append(message.seq))
+    assert not way.deliver(lambda message: seen.append(message.seq))
+
+    assert seen == [0]
+    message, frame = way.reader.pop(0)
+    assert (message.dst_proc, message.seq) == (8, 1) and frame[0][0] == FrameType.HEARTBEAT
+
+
+def test_a_bell_that_rang_for_messages_is_taken_with_them(make: Make) -> None:
+    way = make()
+    post(way.target())  # the reader has been asleep since it was made
+    assert not way.deliver(lambda message: None, stream=False), "in the middle of a frame nobody knows what comes next"
+    assert way.bell_rang
+    way.reader.attended = False
+    way.reader.pop(0)  # sleeps again
+    way.reader.attended = True
+    post(way.target())
+
+    assert way.deliver(lambda message: None)
+    assert not way.bell_rang
+
+
+def test_what_comes_first_in_the_stream_and_is_no_bell_stays_there(make: Make) -> None:
+    way = make()
+    way._bell.send(b"\0\0\0\1frame")
+    post(way.target())
+    delivered: list[Any] = []
+
+    assert not way.deliver(delivered.append) and len(delivered) == 1
+    assert way.bells.recv(100) == b"\0\0\0\1frame" + bytes(4)
+
+
+@pytest.mark.parametrize("error", [None, ValueError])
+def test_messages_acknowledge_what_they_have_met_however_their_delivery_ends(error: Any, make: Make) -> None:
+    here, there = make(), make()  # the two directions of a conversation
+    there.session, here.there = here.there, there.session
+    there.lane = compiled.part.Lane(there.writer, there.session, there._bell.fileno(), 1 << 20)
+    there.lane.open = True
+    there.reader.carry(here.session)
+    post(here.target())
+    assert here.reader.deliver(lambda message: None, 7, 0, 0.0, here.bells.fileno())
+    post(there.target())
+
+    def take(message: Any) -> None:
+        if error is not None:
+            raise error
+
+    with pytest.raises(error) if error is not None else contextlib.nullcontext():
+        there.deliver(take)
+    assert here.session.unacked_bytes == 0
 
 
 def test_what_comes_out_of_order_is_left_to_the_session(make: Make) -> None:

@@ -20,25 +20,31 @@ Handler = Callable[[int, FrameType | None], Any]
 
 
 class _Signals:
-    """Some signals, and those handlers of theirs that are Python's, as of the last look."""
+    """Some signals, and those handlers of theirs that are Python's, as of the last look.
+
+    Attributes:
+        found: what the last look has found, for each of the `numbers`.
+    """
 
     def __init__(self, *names: str) -> None:
-        self._numbers = tuple(int(getattr(signal, name)) for name in names if hasattr(signal, name))
-        self._found: tuple[object, ...] = ()
-        self._handlers: dict[int, Handler] = {}
+        self.numbers = tuple(int(getattr(signal, name)) for name in names if hasattr(signal, name))
+        self.found: tuple[object, ...] = ()
+        self.known: dict[int, Handler] = {}
 
     def handlers(self) -> dict[int, Handler]:
-        found = tuple(map(_signal.getsignal, self._numbers))
-        if found != self._found:
-            self._handlers = {n: handler for n, handler in zip(self._numbers, found, strict=True) if callable(handler)}
-            self._found = found
-        return self._handlers
+        found = tuple(map(_signal.getsignal, self.numbers))
+        if found != self.found:
+            self.known = {n: handler for n, handler in zip(self.numbers, found, strict=True) if callable(handler)}
+            self.found = found
+        return self.known
 
 
 _OTHERS: Final = ("SIGALRM", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGPROF", "SIGVTALRM")
 ALL: Final = _Signals("SIGINT", *_OTHERS)
 ALL_BUT_INTERRUPT: Final = _Signals(*_OTHERS)
 
+
+_all_are_held = False  # by a block around what runs now
 
 interrupted_because = ""
 """Why this process interrupts its main thread itself: the text of that KeyboardInterrupt."""
@@ -51,11 +57,12 @@ class Held:
         noted: whether a signal came. `nudge` was called then, to end a wait.
     """
 
-    __slots__ = ("_handlers", "_is_over", "_nudge", "_pending", "noted")
+    __slots__ = ("_around", "_handlers", "_is_over", "_nudge", "_pending", "_signals", "noted")
 
     def __init__(self, nudge: Callable[[], None] = lambda: None, signals: _Signals = ALL) -> None:
-        self._nudge = nudge
-        self._handlers = signals.handlers()
+        self._nudge, self._signals = nudge, signals
+        self._handlers: dict[int, Handler] = {}
+        self._around = _all_are_held
         self._pending: list[tuple[int, FrameType | None]] | None = None
         self._is_over = False
         self.noted = False
@@ -71,15 +78,22 @@ class Held:
         self._nudge()
 
     def __enter__(self) -> Held:
+        global _all_are_held
+        signals = self._signals
+        found = tuple(map(_signal.getsignal, signals.numbers))  # `handlers`, most often without the call
+        self._handlers = signals.known if found == signals.found else signals.handlers()
         try:
             for number in self._handlers:
                 _signal.signal(number, self._note)
+            _all_are_held = self._around or signals is ALL
         except BaseException:  # of one whose turn had not come
             self.__exit__()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
+        global _all_are_held
+        _all_are_held = self._around
         failed: BaseException | None = None
         try:
             for number, handler in self._handlers.items():
@@ -143,4 +157,4 @@ def on_main_thread() -> bool:
 
 def undisturbed() -> Held | NothingHeld:
     """For a block that is to run to its end, in whatever thread it runs."""
-    return Held() if on_main_thread() else NOTHING_HELD
+    return Held() if on_main_thread() and not _all_are_held else NOTHING_HELD

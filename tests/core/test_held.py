@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from monarch.core import held
-from monarch.core.held import Held
+from monarch.core.held import ALL_BUT_INTERRUPT, NOTHING_HELD, Held, undisturbed
 
 CAME: list[int] = []
 
@@ -58,3 +58,29 @@ def test_a_signal_is_heard_though_others_raised_while_it_was_to_be_put_back(monk
     with pytest.raises(Raised):
         signal.raise_signal(signal.SIGUSR1)
     assert CAME == [signal.SIGALRM, signal.SIGUSR1]
+
+
+def test_within_a_block_that_holds_all_another_has_nothing_to_hold() -> None:
+    with pytest.raises(Raised), Held():
+        with undisturbed() as inner:
+            signal.raise_signal(signal.SIGALRM)
+        assert inner is NOTHING_HELD and not CAME
+    assert CAME == [signal.SIGALRM]
+
+    with undisturbed() as alone, undisturbed() as inner:
+        assert isinstance(alone, Held) and inner is NOTHING_HELD
+    with Held(signals=ALL_BUT_INTERRUPT), undisturbed() as inner:
+        assert isinstance(inner, Held)
+
+
+def test_the_handlers_that_run_at_the_end_of_a_block_can_be_held_back_themselves() -> None:
+    seen: list[Any] = []
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        with undisturbed() as block:
+            seen.append(block)
+
+    signal.signal(signal.SIGALRM, handler)
+    with Held():
+        signal.raise_signal(signal.SIGALRM)
+    assert [type(block) for block in seen] == [Held]

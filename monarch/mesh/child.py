@@ -19,7 +19,7 @@ from monarch.core.actor_threads import Failed, Run, run_on_thread
 from monarch.core.future import tell_all_unseen
 from monarch.core.ids import ActorId, new_number
 from monarch.core.monitor import Down
-from monarch.launch import linux, stack_signal, written
+from monarch.launch import linux, stack_signal
 from monarch.log import show_what_was_asked_for
 from monarch.mesh import actor_config
 from monarch.mesh.attribution import Attribution, set_log_level
@@ -114,7 +114,6 @@ def main(payload: bytes, *link: int) -> None:
     client = ProcClient(runtime, ActorId(runtime.proc_id, new_number(), "client"))
     set_client_context(Context(client, NOWHERE))
     runtime.gateway.inherit(keeper, link)
-    written.tell()
     main_thread.serve()
     sys.stdout.flush()
     runtime.close()

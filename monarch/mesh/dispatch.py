@@ -26,6 +26,7 @@ from monarch.core.loop import hidden_loop
 from monarch.core.monitor import Down
 from monarch.core.serving import Served
 from monarch.errors import ActorError, SupervisionError
+from monarch.launch import written
 from monarch.log import get_logger
 from monarch.mesh import breakpoints
 from monarch.mesh.actor import ActorClass, class_of
@@ -118,6 +119,7 @@ class ActorBehavior:
         served = Served(instance, "__init__")
         instance.serving.append(served)
         current_context.set(Context(instance, instance.rank, served))
+        written.tell()
         try:
             (cls, *args), kwargs = codec.decode(body)
             self._class = class_of(cls)

@@ -42,8 +42,8 @@ class Spin:
 
     Args:
         time_s: the longest that it looks.
-        at_once: whether it looks before it has ever slept; otherwise after some short sleeps. Most threads that are new
-            get a message or two, and then none.
+        at_once: whether it looks before it has ever slept; otherwise after some short sleeps. Most threads that are
+            new, and most processes, get a message or two, and then none.
     """
 
     __slots__ = ("_clock", "_penalty", "_short_left", "_short_wanted", "_skips", "time_s")

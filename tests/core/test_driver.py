@@ -479,9 +479,14 @@ def looks_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[Look], None]:
     """Makes this thread look before it sleeps, whatever it has met before, with the function that it is given."""
     if ring.why_not:
         pytest.skip(ring.why_not)
-    monkeypatch.setattr(driver_module, "cpus", lambda: 2)
+    monkeypatch.setattr(driver_module, "cpus", lambda: 100)  # others of this process may be looking, too
     monkeypatch.setattr(driver_module._own, "spin", Spin())
-    return lambda look: monkeypatch.setattr(ring, "look", look)
+    me, real = threading.get_ident(), ring.look
+
+    def use(look: Look) -> None:
+        monkeypatch.setattr(ring, "look", lambda *args: (look if threading.get_ident() == me else real)(*args))
+
+    return use
 
 
 def test_who_waits_for_a_thread_of_its_own_process_looks_and_leaves_the_links_alone(
@@ -517,23 +522,25 @@ def test_a_look_without_the_answer_is_followed_by_a_wait(
     assert caller.wait(signal, _LIMIT_S) and links.by
 
 
-def test_an_interrupt_of_a_look_leaves_nothing_behind(
-    caller: CallerDriver, links: Links, looks_by: Callable[[Look], None]
-) -> None:
+def test_an_interrupt_of_a_look_leaves_nothing_behind(caller: CallerDriver, looks_by: Callable[[Look], None]) -> None:
     signal = Signal(is_near=True)
 
-    def look(*_: object) -> tuple[None, float]:
+    def interrupted(*_: object) -> tuple[None, float]:
         raise KeyboardInterrupt
 
-    looks_by(look)
+    def look(*_: object) -> tuple[list[int], float]:
+        signal.notify()
+        return [], 0.0
 
-    with pytest.raises(KeyboardInterrupt):
-        caller.wait(signal, _LIMIT_S)
-    assert driver_module._looking == 0 and signal.bell is None
-    assert not caller.wait(signal, 0)  # which does not look
-    looks_by(lambda *_: (None, 0.0))
-    links.post(signal.notify)
-    assert caller.wait(signal, _LIMIT_S)
+    looks_by(interrupted)
+    for _ in range(150):  # more than may look at a time
+        with pytest.raises(KeyboardInterrupt):
+            caller.wait(signal, _LIMIT_S)
+    assert signal.bell is None and not caller.wait(signal, 0)  # which does not look
+
+    looks_by(look)
+    leads = caller._leads
+    assert caller.wait(signal, _LIMIT_S) and caller._leads == leads
 
 
 def test_who_leads_instead_of_looking_learns_that_a_look_would_have_paid(

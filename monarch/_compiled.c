@@ -41,7 +41,7 @@
 #define PAUSE() atomic_signal_fence(memory_order_seq_cst)
 #endif
 
-enum { VERSION = 9 }; /* of what Python calls here; compiled.py names the one that it needs */
+enum { VERSION = 10 }; /* of what Python calls here; compiled.py names the one that it needs */
 enum { HEAD_BYTES = 256, MOST_PARTS = 32, LOOKS_EACH = 64 };
 #define SKIP UINT32_MAX
 #define ENCODED (UINT32_C(1) << 31)
@@ -278,7 +278,7 @@ typedef struct {
     size_t first, count, room;        /* a power of two, of which `count` are in use, from `first` on */
 } Session;
 
-static PyTypeObject *SessionType, *LaneType, *EnvelopeType, *InboxType;
+static PyTypeObject *SessionType, *LaneType, *EnvelopeType, *InboxType, *DeliveryType;
 
 static void *new_of(PyTypeObject *type) { return ((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0); }
 
@@ -743,6 +743,7 @@ static int was_rung(Ring *self) {
 static PyObject *reader_was_rung(Ring *self, PyObject *unused) { return is_ready(self) ? PyBool_FromLong(was_rung(self)) : NULL; }
 
 static int take_bell(int fd);
+static PyObject *hand_over(PyObject *take, Envelope *message);
 
 /* `pop`, `accept`, a delivery and `took` for each message of the session that is there now, and next. */
 static PyObject *reader_deliver(Ring *self, PyObject *const *args, Py_ssize_t n) {
@@ -777,7 +778,7 @@ static PyObject *reader_deliver(Ring *self, PyObject *const *args, Py_ssize_t n)
         self->mine = at + record.size;
         atomic_store_explicit(&self->ring->head, self->mine, memory_order_release);
         Py_ssize_t size = size_of(message); /* whoever has it may take it apart */
-        PyObject *done = PyObject_CallFunctionObjArgs(args[0], (PyObject *)message, NULL);
+        PyObject *done = hand_over(args[0], message);
         Py_DECREF((PyObject *)message);
         if (done || PyErr_ExceptionMatches(PyExc_Exception)) took(session, size, now_s);
         if (!done) break;
@@ -988,24 +989,31 @@ enum { NOT_SENT, SENT, FULL }; /* what `post` says: see monarch/compiled.py */
 /* ---- an inbox: how a call to an actor of this process gets there, from the first look to the waking in one step, too. See
  * monarch/core/mailbox.py, which has the same in Python. */
 
-enum { SEQUENCED = 8, QUEUED_BYTES = 1024 };
+enum { CALL = 1, PORT = 2 }; /* of `Kind` */
+enum { SEQUENCED = 8, SKIP_NUMBER = 32, QUEUED_BYTES = 1024 };
 
 typedef struct {
     PyObject_HEAD
-    PyObject *calls;   /* a deque */
-    PyObject *signal;  /* of monarch/core/driver.py, whose names are below */
-    PyObject *message; /* the type of what is in `calls` */
+    PyObject *calls;    /* a deque */
+    PyObject *signal;   /* of monarch/core/driver.py, whose names are below */
+    PyObject *message;  /* the type of what is in `calls` */
+    PyObject *expected; /* a dict: (process, actor) -> the number that comes next */
+    PyObject *waiting;  /* a dict of messages that came before others; of any, Python looks at what comes */
+    PyObject *behind;   /* a list of what is to be done once messages are here, likewise */
     long long come_bytes, weigh_at_bytes;
     char is_open;
 } Inbox;
 
 static PyObject *name_of_is_set, *name_of_pumping, *name_of_wake, *name_of_bell, *name_of_lock, *name_of_owned, *name_of_fd,
-    *name_of_append;
+    *name_of_append, *name_of_mailbox, *name_of_deliver;
 
 static void inbox_dealloc(Inbox *self) {
     Py_XDECREF(self->calls);
     Py_XDECREF(self->signal);
     Py_XDECREF(self->message);
+    Py_XDECREF(self->expected);
+    Py_XDECREF(self->waiting);
+    Py_XDECREF(self->behind);
     free_of((PyObject *)self);
 }
 
@@ -1073,25 +1081,128 @@ static PyObject *envelope_here(Inbox *to, const struct message *message, PyObjec
     return (PyObject *)self;
 }
 
+static int has_room(const Inbox *to, long long size) {
+    return to->is_open && to->calls && to->signal && to->come_bytes + size <= to->weigh_at_bytes;
+}
+
+/* It has room. -1: an exception is set */
+static int queue(Inbox *to, PyObject *envelope, long long size) {
+    struct waking how;
+    if (!waking_of(to->signal, &how)) return -1;
+    PyObject *queued = PyObject_CallMethodObjArgs(to->calls, name_of_append, envelope, NULL);
+    int failed = !queued || PyObject_SetAttr(to->signal, name_of_is_set, Py_True); /* there is no memory */
+    Py_XDECREF(queued);
+    if (failed) return -1;
+    to->come_bytes += size;
+    carry_out(&how);
+    return SENT;
+}
+
 static int post_here(Inbox *to, const struct message *message, PyObject *parts, uint64_t proc, uint32_t rank) {
     long long size = QUEUED_BYTES + bytes_of(parts);
     PyObject *envelope = envelope_here(to, message, parts, proc, rank); /* a collection may run code of Python here */
-    struct waking how;
-    int result = envelope ? SENT : -1;
-    if (result == SENT && (!to->is_open || !to->calls || !to->signal || to->come_bytes + size > to->weigh_at_bytes))
-        result = NOT_SENT;
-    if (result == SENT && !waking_of(to->signal, &how)) result = -1;
-    if (result == SENT) {
-        PyObject *queued = PyObject_CallMethodObjArgs(to->calls, name_of_append, envelope, NULL);
-        if (!queued || PyObject_SetAttr(to->signal, name_of_is_set, Py_True)) result = -1; /* there is no memory */
-        Py_XDECREF(queued);
-    }
-    if (result == SENT) {
-        to->come_bytes += size;
-        carry_out(&how);
-    }
+    int result = !envelope ? -1 : has_room(to, size) ? queue(to, envelope, size) : NOT_SENT;
     Py_XDECREF(envelope);
     return result;
+}
+
+/* ---- whom messages are for that have come to this process: see `Proc.deliver`, which does it for all others */
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *take;   /* that */
+    PyObject *actors; /* a dict: number -> what has a `mailbox` */
+    PyObject *ports;  /* a dict: number -> what can `deliver` */
+} Delivery;
+
+static PyObject *delivery_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    PyObject *take, *actors, *ports;
+    if (!PyArg_ParseTuple(args, "OO!O!", &take, &PyDict_Type, &actors, &PyDict_Type, &ports)) return NULL;
+    Delivery *self = new_of(type);
+    if (!self) return NULL;
+    Py_INCREF(take);
+    Py_INCREF(actors);
+    Py_INCREF(ports);
+    self->take = take;
+    self->actors = actors;
+    self->ports = ports;
+    return (PyObject *)self;
+}
+
+static int delivery_traverse(Delivery *self, visitproc visit, void *arg) {
+    Py_VISIT(Py_TYPE((PyObject *)self));
+    Py_VISIT(self->take);
+    Py_VISIT(self->actors);
+    Py_VISIT(self->ports);
+    return 0;
+}
+
+static int delivery_clear(Delivery *self) {
+    Py_CLEAR(self->take);
+    Py_CLEAR(self->actors);
+    Py_CLEAR(self->ports);
+    return 0;
+}
+
+static void delivery_dealloc(Delivery *self) {
+    PyObject_GC_UnTrack(self);
+    delivery_clear(self);
+    free_of((PyObject *)self);
+}
+
+static PyObject *delivery_call(Delivery *self, PyObject *args, PyObject *kwargs) {
+    return PyObject_Call(self->take, args, kwargs);
+}
+
+static PyObject *at_number(PyObject *dict, uint64_t number) { /* borrowed; NULL: nothing, maybe with an exception */
+    PyObject *key = PyLong_FromUnsignedLongLong(number);
+    PyObject *found = key ? PyDict_GetItemWithError(dict, key) : NULL;
+    Py_XDECREF(key);
+    return found;
+}
+
+/* Queue a call where it is the next of its sender's, and nothing about it is special. SENT; 0: it was not; -1 */
+static int queue_next(PyObject *actors, Envelope *message) {
+    if ((message->flags & (SEQUENCED | SKIP_NUMBER)) != SEQUENCED || PyBytes_Size(message->chain)) return 0;
+    PyObject *actor = at_number(actors, message->dst_actor), *box = actor ? PyObject_GetAttr(actor, name_of_mailbox) : NULL;
+    if (!box) {
+        if (!PyErr_Occurred() || PyErr_ExceptionMatches(PyExc_AttributeError)) PyErr_Clear();
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    Inbox *to = (Inbox *)box;
+    int result = PyObject_TypeCheck(box, InboxType) && to->expected && to->waiting && to->behind ? SENT : 0;
+    PyObject *sender = result ? Py_BuildValue("(KK)", message->src_proc, message->src_actor) : NULL;
+    PyObject *next = sender ? PyLong_FromUnsignedLongLong(message->seq + 1) : NULL;
+    if (result && !next) result = -1;
+    long long size = QUEUED_BYTES + bytes_of(message->parts);
+    /* From here on nothing is made that could start a collection. */
+    if (result == SENT && (PyObject_Size(to->waiting) || PyObject_Size(to->behind) || !has_room(to, size))) result = 0;
+    PyObject *number = result == SENT ? PyDict_GetItemWithError(to->expected, sender) : NULL;
+    if (result == SENT && (number ? PyLong_AsUnsignedLongLong(number) : 0) != message->seq) result = 0;
+    if (PyErr_Occurred()) result = -1;
+    if (result == SENT && PyDict_SetItem(to->expected, sender, next)) result = -1;
+    if (result == SENT) result = queue(to, (PyObject *)message, size);
+    Py_XDECREF(sender);
+    Py_XDECREF(next);
+    Py_DECREF(box);
+    return result;
+}
+
+static PyObject *hand_over(PyObject *take, Envelope *message) {
+    if (Py_TYPE(take) == DeliveryType) {
+        const Delivery *to = (Delivery *)take;
+        PyObject *sink = message->kind == PORT ? at_number(to->ports, message->dst_port) : NULL;
+        int queued = message->kind == CALL ? queue_next(to->actors, message) : 0;
+        if (queued < 0 || PyErr_Occurred()) return NULL;
+        if (queued) Py_RETURN_NONE;
+        if (sink) {
+            Py_INCREF(sink); /* it may be the last message for it */
+            PyObject *done = PyObject_CallMethodObjArgs(sink, name_of_deliver, (PyObject *)message, NULL);
+            Py_DECREF(sink);
+            return done;
+        }
+    }
+    return PyObject_CallFunctionObjArgs(take, (PyObject *)message, NULL);
 }
 
 static PyObject *module_post(PyObject *module, PyObject *const *args, Py_ssize_t n) {
@@ -1288,19 +1399,6 @@ static PyObject *module_sleep(PyObject *module, PyObject *const *args, Py_ssize_
     return NULL;
 }
 
-static PyObject *module_wake_up(PyObject *module, PyObject *readers) {
-    if (!PyTuple_Check(readers)) {
-        PyErr_SetString(PyExc_TypeError, "readers are to be in a tuple");
-        return NULL;
-    }
-    for (Py_ssize_t i = 0; i < PyTuple_Size(readers); i++) {
-        Ring *reader = reader_at(readers, i);
-        if (!reader) return NULL;
-        wake_up(reader);
-    }
-    Py_RETURN_NONE;
-}
-
 /* ---- the module */
 
 static PyMethodDef writer_methods[] = {
@@ -1390,6 +1488,9 @@ static PyGetSetDef lane_fields[] = {
 static PyMemberDef inbox_fields[] = {
     {"calls", T_OBJECT_EX, offsetof(Inbox, calls), 0, NULL},
     {"signal", T_OBJECT_EX, offsetof(Inbox, signal), 0, NULL},
+    {"_expected", T_OBJECT_EX, offsetof(Inbox, expected), 0, NULL},
+    {"_waiting", T_OBJECT_EX, offsetof(Inbox, waiting), 0, NULL},
+    {"_behind", T_OBJECT_EX, offsetof(Inbox, behind), 0, NULL},
     {"message", T_OBJECT_EX, offsetof(Inbox, message), 0, NULL},
     {"come_bytes", T_LONGLONG, offsetof(Inbox, come_bytes), 0, NULL},
     {"weigh_at_bytes", T_LONGLONG, offsetof(Inbox, weigh_at_bytes), 0, NULL},
@@ -1415,6 +1516,12 @@ static PyType_Spec session_spec = {"monarch._compiled.Session", sizeof(Session),
                                    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, session_slots};
 static PyType_Spec envelope_spec = {"monarch._compiled.Envelope", sizeof(Envelope), 0,
                                     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, envelope_slots};
+static PyType_Slot delivery_slots[] = {
+    {Py_tp_new, delivery_new},           {Py_tp_dealloc, delivery_dealloc}, {Py_tp_call, delivery_call},
+    {Py_tp_traverse, delivery_traverse}, {Py_tp_clear, delivery_clear},     {0, NULL},
+};
+static PyType_Spec delivery_spec = {"monarch._compiled.Delivery", sizeof(Delivery), 0,
+                                    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, delivery_slots};
 static PyType_Spec inbox_spec = {"monarch._compiled.Inbox", sizeof(Inbox), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
                                  inbox_slots};
 static PyType_Spec lane_spec = {"monarch._compiled.Lane", sizeof(Lane), 0, Py_TPFLAGS_DEFAULT, lane_slots};
@@ -1423,7 +1530,6 @@ static PyMethodDef functions[] = {
     {"post", (PyCFunction)(void (*)(void))module_post, METH_FASTCALL, NULL},
     {"look", (PyCFunction)(void (*)(void))module_look, METH_FASTCALL, NULL},
     {"sleep", (PyCFunction)(void (*)(void))module_sleep, METH_FASTCALL, NULL},
-    {"wake_up", (PyCFunction)module_wake_up, METH_O, NULL},
     {"ring_bell", (PyCFunction)module_ring_bell, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
@@ -1437,6 +1543,7 @@ static int make_names(void) {
         {&name_of_lane, "lane"},     {&name_of_is_set, "is_set"}, {&name_of_pumping, "pumping"},
         {&name_of_wake, "wake"},     {&name_of_bell, "bell"},     {&name_of_lock, "_lock"},
         {&name_of_owned, "_owned"},  {&name_of_fd, "fd"},         {&name_of_append, "append"},
+        {&name_of_mailbox, "mailbox"}, {&name_of_deliver, "deliver"},
     };
     int made = 1;
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
@@ -1453,7 +1560,9 @@ PyMODINIT_FUNC PyInit__compiled(void) {
     EnvelopeType = (PyTypeObject *)PyType_FromSpec(&envelope_spec);
     LaneType = (PyTypeObject *)PyType_FromSpec(&lane_spec);
     InboxType = (PyTypeObject *)PyType_FromSpec(&inbox_spec);
-    if (!WriterType || !ReaderType || !SessionType || !EnvelopeType || !LaneType || !InboxType || !make_names() ||
+    DeliveryType = (PyTypeObject *)PyType_FromSpec(&delivery_spec);
+    if (!WriterType || !ReaderType || !SessionType || !EnvelopeType || !LaneType || !InboxType || !DeliveryType || !make_names() ||
+        PyModule_AddObjectRef(module, "Delivery", (PyObject *)DeliveryType) ||
         PyModule_AddObjectRef(module, "Envelope", (PyObject *)EnvelopeType) ||
         PyModule_AddObjectRef(module, "Inbox", (PyObject *)InboxType) ||
         PyModule_AddObjectRef(module, "Session", (PyObject *)SessionType) ||

@@ -1,5 +1,5 @@
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from monarch.compiled import Targets
@@ -64,6 +64,14 @@ class Lane:
     open: bool
     def __init__(self, writer: Writer, session: object, fd: int, most_bytes: int, /) -> None: ...
     def close(self) -> None: ...
+
+class Delivery:
+    """Calls `take`, or, for a ring that delivers, what that would call in the end: see `compiled.delivery`."""
+
+    def __init__(
+        self, take: Callable[[Envelope], None], actors: Mapping[int, object], ports: Mapping[int, object], /
+    ) -> None: ...
+    def __call__(self, message: Envelope, /) -> None: ...
 
 class Inbox:
     """As `core.mailbox` has it in Python."""

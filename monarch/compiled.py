@@ -16,7 +16,7 @@ Attributes:
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -24,11 +24,13 @@ if TYPE_CHECKING:
 
 __all__ = ["FULL", "SENT", "Lane", "Reader", "Targets", "Writer", "part", "post", "why_not"]
 
-_VERSION: Final = 9
+_VERSION: Final = 10
 
 SENT: Final = 1
 FULL: Final = 2
 """What `post` says when it has sent; `FULL`: and who sends is to wait for room."""
+
+Take = Callable[[Any], None]
 
 Targets = tuple[tuple[Any, Iterator[int] | None, int, int], ...]
 """Receivers of one message, each: (who has its `lane`, where its number comes from, process, rank); or, alone, an actor
@@ -54,3 +56,12 @@ def _no_post(*_: object) -> int:
 
 post = _no_post if part is None else part.post
 """Send a message to all of `targets` on their lanes: see `_compiled.pyi`. Without the compiled part nobody has one."""
+
+
+def _always(take: Take, actors: Mapping[int, Any], ports: Mapping[int, Any]) -> Take:
+    return take
+
+
+delivery = _always if part is None else part.Delivery
+"""`take`, which delivers a message of this process. A ring that is given this gives a call to the `mailbox` of its
+actor itself, and a value to `deliver` of its port, where nothing about them is special."""

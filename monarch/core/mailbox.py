@@ -2,8 +2,8 @@
 
 Senders number their messages for other processes, per destination, before they fan out (`Flag.SEQUENCED`), so that the
 order holds over any route; a message that overtook another waits here for it. Those of this process have one way only,
-and no numbers: the compiled part puts them in itself, in one step with the waking (`compiled.post`), as long as the
-mailbox is open and need not be weighed.
+and no numbers. The compiled part puts both in itself, in one step with the waking (`compiled.post`, `delivery`), where
+they are next, and as long as the mailbox is open and need not be weighed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from threading import get_ident
 from typing import TYPE_CHECKING, Final
 
 from monarch import compiled
@@ -36,7 +35,17 @@ class _Inbox:
         is_open: whether the compiled part may put calls in.
     """
 
-    __slots__ = ("calls", "come_bytes", "is_open", "message", "signal", "weigh_at_bytes")
+    __slots__ = (
+        "_behind",
+        "_expected",
+        "_waiting",
+        "calls",
+        "come_bytes",
+        "is_open",
+        "message",
+        "signal",
+        "weigh_at_bytes",
+    )
 
     calls: deque[Envelope]
     message: type[Envelope]
@@ -44,6 +53,9 @@ class _Inbox:
     come_bytes: int
     weigh_at_bytes: int
     is_open: bool
+    _expected: dict[tuple[int, int], int]  # (process, actor) -> the number of its next message
+    _waiting: dict[tuple[int, int], dict[int, Envelope]]  # those that came before others of their senders
+    _behind: list[tuple[tuple[int, int], int, Callable[[], None]]]  # what is to be done once messages are here
 
 
 if not TYPE_CHECKING and compiled.part is not None:
@@ -53,7 +65,7 @@ if not TYPE_CHECKING and compiled.part is not None:
 class Mailbox(_Inbox):
     """`put` may be called from any thread, `take` from the actor's. After `close`, nothing more goes in."""
 
-    __slots__ = ("_behind", "_expected", "_lock", "_sealed", "_waiting", "closed", "controls", "told_full")
+    __slots__ = ("_lock", "_sealed", "closed", "controls", "told_full")
 
     def __init__(self, signal: Signal, weigh_at_bytes: int = _NEVER) -> None:
         self.signal, self.message = signal, Envelope
@@ -66,15 +78,14 @@ class Mailbox(_Inbox):
         self.closed: Down | None = None
         """Why nothing is accepted any more."""
         self._sealed = False
-        self._expected: dict[tuple[int, int], int] = {}
-        self._waiting: dict[tuple[int, int], dict[int, Envelope]] = {}
-        self._behind: list[tuple[tuple[int, int], int, Callable[[], None]]] = []
+        self._expected, self._waiting, self._behind = {}, {}, []
         self.told_full: dict[int, int] = {}
         """The processes that are to hear of room here (`backpressure`), and by which (`Envelope.via`). While there are
         some, takers `lighten`."""
 
     def put(self, envelope: Envelope) -> Down | None:
         """Queue a call; returns why it is refused, if it is."""
+        size_bytes = size_of(envelope)
         with self._lock:
             if self.closed is not None:
                 return self.closed
@@ -85,14 +96,10 @@ class Mailbox(_Inbox):
                 if seq != expected:
                     if seq > expected:  # else it is here already
                         self._waiting.setdefault(sender, {})[seq] = envelope
-                        size_bytes = size_of(envelope)  # first: the compiled part adds to it whenever another runs
-                        self.come_bytes += size_bytes
+                        self.come_bytes += size_bytes  # without a call in the line: others add to it, too
                     return None
                 if not flags & _SKIP:
                     self.calls.append(envelope)
-                    # As `size_of`, but for the part that is always small; 0.2 us less.
-                    parts = envelope.parts
-                    size_bytes = _MESSAGE_BYTES + (len(parts[-1]) if len(parts) == 2 else sum(map(len, parts)))
                     self.come_bytes += size_bytes
                 expected += 1
                 if self._waiting and (waiting := self._waiting.get(sender)):
@@ -105,13 +112,8 @@ class Mailbox(_Inbox):
                 self._expected[sender] = expected
             else:
                 self.calls.append(envelope)
-                size_bytes = size_of(envelope)
                 self.come_bytes += size_bytes
-        signal = self.signal
-        if not signal.is_set:  # `notify`, without the call
-            signal.is_set = True
-            if signal.pumping != get_ident():
-                signal.nudge()
+        self.signal.notify()
         if self._behind:
             self._run_due()
         return None

@@ -39,9 +39,6 @@ from monarch.transports.base import Buffer, Transport
 
 log = get_logger("monarch.proc")
 
-_CALL: Final = int(Kind.CALL)  # plain: every message is compared with it
-_PORT: Final = int(Kind.PORT)
-
 PROC_AGENT: Final = 1
 """Actor number of every process's agent, which answers for the process itself."""
 
@@ -111,7 +108,7 @@ class Proc:
             transport,
             secret,
             self.driver,
-            deliver=self.deliver,
+            deliver=compiled.delivery(self.deliver, self.actors, self.ports),
             forward=self.relay.forward,
             bounce=self.bounce,
             on_gone=self._on_gone,
@@ -254,13 +251,13 @@ class Proc:
 
     def deliver(self, envelope: Envelope) -> None:
         kind = envelope.kind
-        if kind == _PORT:
+        if kind == Kind.PORT:
             sink = self.ports.get(envelope.dst_port)
             if sink is not None:
                 sink.deliver(envelope)
             elif not envelope.flags & Flag.SILENT:
                 self.bounce(envelope, Down("unreachable", "nobody receives at this port any more"))
-        elif kind == _CALL:
+        elif kind == Kind.CALL:
             actor = self.actors.get(envelope.dst_actor) or self._awaited(envelope)
             if actor is not None:
                 self._post(actor, envelope)

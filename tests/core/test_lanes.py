@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -558,3 +559,155 @@ def test_no_signal_comes_between_a_call_and_the_waking_of_its_actor() -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, old)
     assert interrupted == 200
+
+
+# From a ring to whom it is for
+
+
+class Home:
+    """Those whom messages are for, and what is left to be delivered by `take`."""
+
+    def __init__(self) -> None:
+        self.mailbox = Mailbox(Signal())
+        self.left: list[Any] = []
+        self.values: list[Any] = []
+        self.actors: dict[int, Any] = {3: self}
+        self.ports: dict[int, Any] = {4: self}
+        self.delivery: Any = compiled.delivery(self.left.append, self.actors, self.ports)
+
+    def deliver(self, message: Any) -> None:
+        self.values.append(message)
+
+
+@pytest.fixture
+def home() -> Home:
+    return Home()
+
+
+def test_a_call_that_is_next_goes_into_its_mailbox_as_if_it_had_been_put(make: Make, home: Home) -> None:
+    way, by_hand = make(), Mailbox(Signal())
+    for _ in range(3):
+        post(way.target(rank=2))
+
+    assert way.deliver(home.delivery)
+
+    calls = list(home.mailbox.calls)
+    for call in calls:
+        by_hand.put(call)
+    assert [call.seq for call in calls] == [0, 1, 2] and not home.left and way.there.received == 3
+    for name in ("_expected", "_waiting", "_behind", "come_bytes"):
+        assert getattr(home.mailbox, name) == getattr(by_hand, name), name
+    assert home.mailbox.signal.is_set
+
+
+def _is_stopped(home: Home) -> None:
+    _stop(home.mailbox)
+
+
+def _is_full(home: Home) -> None:
+    _weighs(home.mailbox)
+
+
+def _lacks_one_before(home: Home) -> None:
+    home.mailbox.put(Envelope(Kind.CALL, 7, 3, 0, 5, 6, [b"", b""], Flag.SEQUENCED, seq=1))
+    home.mailbox.signal.clear()
+
+
+def _has_had_it(home: Home) -> None:
+    home.mailbox.put(Envelope(Kind.CALL, 7, 3, 0, 5, 6, [b"", b""], Flag.SEQUENCED))
+    home.mailbox.signal.clear()
+
+
+def _is_to_tell_of_it(home: Home) -> None:
+    home.mailbox.when_at((5, 6), 1, lambda: None)
+
+
+def _is_not_there(home: Home) -> None:
+    home.actors.clear()
+
+
+def _has_no_mailbox(home: Home) -> None:
+    home.actors[3] = object()
+
+
+@pytest.mark.parametrize(
+    "hinder",
+    [_is_stopped, _is_full, _lacks_one_before, _has_had_it, _is_to_tell_of_it, _is_not_there, _has_no_mailbox],
+)
+def test_a_call_about_which_something_is_special_is_left_to_python(
+    hinder: Callable[[Home], None], make: Make, home: Home
+) -> None:
+    way = make()
+    hinder(home)
+    before = list(home.mailbox.calls), dict(home.mailbox._expected), home.mailbox.come_bytes
+    post(way.target())
+
+    assert way.deliver(home.delivery)
+
+    assert [message.seq for message in home.left] == [0] and way.there.received == 1
+    assert (list(home.mailbox.calls), home.mailbox._expected, home.mailbox.come_bytes) == before
+    assert not home.mailbox.signal.is_set
+
+
+def test_a_call_with_a_chain_from_elsewhere_is_left_to_python_too(make: Make, home: Home) -> None:
+    way = make()
+    post(way.target(), chain=b"who called")
+    post(way.target(), kind=Kind.SYSTEM)
+
+    assert way.deliver(home.delivery)
+
+    assert [message.kind for message in home.left] == [Kind.CALL, Kind.SYSTEM] and not home.mailbox.calls
+
+
+def test_a_value_goes_to_its_port(make: Make, home: Home) -> None:
+    way = make()
+    post(way.target(), kind=Kind.PORT)
+    assert way.deliver(home.delivery)
+    assert [message.dst_port for message in home.values] == [4] and not home.left
+
+    home.ports.clear()
+    post(way.target(), kind=Kind.PORT)
+    assert way.deliver(home.delivery)
+    assert len(home.values) == 1 and [message.dst_port for message in home.left] == [4]
+
+
+def test_the_last_value_of_a_port_may_end_it(make: Make, home: Home) -> None:
+    way = make()
+    seen: list[int] = []
+
+    class Once:
+        def deliver(self, message: Any) -> None:
+            home.ports.clear()
+            seen.append(message.dst_port)
+
+    home.ports[4] = Once()
+    post(way.target(), kind=Kind.PORT)
+    assert way.deliver(home.delivery) and seen == [4]
+
+
+def test_a_port_that_fails_costs_its_own_value_only(make: Make, home: Home) -> None:
+    way = make()
+
+    class Fails:
+        def deliver(self, message: Any) -> None:
+            raise ValueError("a bug")
+
+    home.ports[4] = Fails()
+    post((way, None, 7, 0), kind=Kind.PORT)
+    post(way.target())
+
+    with pytest.raises(ValueError, match="a bug"):
+        way.deliver(home.delivery)
+    assert way.deliver(home.delivery) and len(home.mailbox.calls) == 1 and way.there.received == 2
+
+
+def test_a_delivery_calls_what_it_was_made_of_and_goes_with_it() -> None:
+    home = Home()
+    home.delivery("anything")
+    assert home.left == ["anything"]
+
+    home.delivery = compiled.delivery(home.deliver, home.actors, home.ports)  # holds who holds it
+    known = weakref.ref(home)
+    del home
+    gc.collect()
+    assert known() is None

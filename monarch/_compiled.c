@@ -1025,9 +1025,10 @@ static PyObject *attribute(PyObject *of, PyObject *name) { /* borrowed: `of` has
 
 /* What wakes the thread that waits for a signal: one of these, or nothing. */
 struct waking {
-    char *byte;     /* to set; NULL: none */
-    PyObject *lock; /* to release; NULL: none */
-    int fd;         /* to write to; -1: none */
+    char *byte;      /* to set; NULL: none */
+    PyObject *lock;  /* to release; NULL: none */
+    PyObject *owned; /* the descriptor to write to, which this keeps open; NULL: none */
+    int fd;
 };
 
 static int bell_of(PyObject *bell, struct waking *how) { /* 0: it is none */
@@ -1038,7 +1039,7 @@ static int bell_of(PyObject *bell, struct waking *how) { /* 0: it is none */
 
 /* As `Signal.notify` and `Wake.set`; 0: an exception is set. */
 static int waking_of(PyObject *signal, struct waking *how) {
-    *how = (struct waking){NULL, NULL, -1};
+    *how = (struct waking){NULL, NULL, NULL, -1};
     PyObject *is_set = attribute(signal, name_of_is_set), *pumping = attribute(signal, name_of_pumping);
     PyObject *wake = attribute(signal, name_of_wake), *bell = attribute(signal, name_of_bell);
     if (!is_set || !pumping || !wake || !bell) return 0;
@@ -1047,7 +1048,7 @@ static int waking_of(PyObject *signal, struct waking *how) {
         if (!(bell = attribute(wake, name_of_bell))) return 0;
         if (bell_of(bell, how)) return 1;
         PyObject *owned = attribute(wake, name_of_owned), *fd = owned && owned != Py_None ? attribute(owned, name_of_fd) : NULL;
-        if (fd) how->fd = (int)PyLong_AsLong(fd);
+        if (fd) how->owned = owned, how->fd = (int)PyLong_AsLong(fd);
     } else if (!bell_of(bell, how)) how->lock = attribute(signal, name_of_lock);
     return !PyErr_Occurred();
 }
@@ -1055,10 +1056,18 @@ static int waking_of(PyObject *signal, struct waking *how) {
 static void carry_out(const struct waking *how) {
     static const uint64_t one = 1;
     if (how->byte) *how->byte = 1;
-    if (how->fd >= 0 && write(how->fd, &one, sizeof one) < 0) return; /* it is readable already */
-    PyObject *released = how->lock ? PyObject_CallMethod(how->lock, "release", NULL) : NULL;
-    if (!released) PyErr_Clear(); /* the thread was awake */
-    Py_XDECREF(released);
+    if (how->owned) { /* who is woken wants the interpreter: where it shares our CPU, it would sleep again at once */
+        Py_INCREF(how->owned);
+        Py_BEGIN_ALLOW_THREADS;
+        if (write(how->fd, &one, sizeof one) < 0) PAUSE(); /* it is readable already */
+        Py_END_ALLOW_THREADS;
+        Py_DECREF(how->owned);
+    }
+    if (how->lock) {
+        PyObject *released = PyObject_CallMethod(how->lock, "release", NULL);
+        if (!released) PyErr_Clear(); /* the thread was awake */
+        Py_XDECREF(released);
+    }
 }
 
 static PyObject *envelope_here(Inbox *to, const struct message *message, PyObject *parts, uint64_t proc, uint32_t rank) {

@@ -114,13 +114,9 @@ class Signal:
 
     def look(self) -> bool:
         """Look for a nudge for a while, where that pays; whether one came."""
-        spin = _own.spin
-        return self.looks and not ring.why_not and spin.pays() and self._look(spin)
-
-    def _look(self, spin: Spin) -> bool:
-        """Whether a nudge came meanwhile."""
         global _looking
-        if cpus() == 1 or _looking >= cpus():
+        spin = _own.spin
+        if not self.looks or ring.why_not or not spin.pays() or cpus() == 1 or _looking >= cpus():
             return False
         self.bell = bell = bytearray(1)
         _looking += 1  # nothing that Python does from here to `try` lets a handler of a signal in

@@ -20,7 +20,6 @@ from monarch.core import duration, exceptions
 from monarch.core.deadlock import Wait
 from monarch.core.driver import Driver, Signal, _sleep_until_set
 from monarch.core.held import ALL_BUT_INTERRUPT, Held, on_main_thread
-from monarch.core.spin import cpus
 from monarch.core.uncaught import uncaught
 from monarch.errors import ActorError, CallCancelled, MonarchError
 from monarch.log import get_logger
@@ -51,14 +50,8 @@ class Call(Protocol):
         """Where the endpoint that made the call notes that it waits for that future; None when none did."""
         ...
 
-    @property
-    def receivers(self) -> int:
-        """How many were called."""
-        ...
-
-    @property
-    def is_near(self) -> bool:
-        """Whether all of them are in this process."""
+    def new_signal(self) -> Signal:
+        """What a thread waits on that waits for the answer."""
         ...
 
     def explain(self, limit_s: float) -> str:
@@ -284,7 +277,7 @@ class Future(Generic[R]):
         if self._done:
             return True
         call = self._call
-        signal = Signal() if call is None else Signal(call.receivers <= cpus(), call.is_near)
+        signal = Signal() if call is None else call.new_signal()
         self._on_done(signal.notify)
         wait = None if call is None else call.wait_of(self)
         if wait is not None:

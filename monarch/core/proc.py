@@ -186,7 +186,9 @@ class Proc:
         caller's process is full."""
         key, flags = call.src_proc, flags | Flag.SILENT
         if key == self.key:
-            self.deliver(call.reply(parts, flags))
+            sink = self.ports.get(call.reply_port)
+            if sink is not None:
+                sink.deliver(call.reply(parts, flags))
             return
         peer = None if call.via or self.gateway.is_closed else self.gateway.peers.get(key)
         if peer is not None and peer.lane is not None:

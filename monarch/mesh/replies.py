@@ -14,9 +14,11 @@ from typing import Any, Generic, TypeVar
 
 from monarch.core import codec, exceptions, inquiries
 from monarch.core.deadlock import Wait
+from monarch.core.driver import Signal
 from monarch.core.envelope import Envelope, Flag
 from monarch.core.future import Future, Outcome, tell_unseen
 from monarch.core.monitor import Down
+from monarch.core.spin import cpus
 from monarch.errors import ActorError, CallCancelled
 from monarch.mesh import pending
 from monarch.mesh.casting import tell_all
@@ -118,14 +120,9 @@ class CallSink:
     def wait_of(self, future: Future[Any]) -> Wait | None:
         return self.wait
 
-    @property
-    def receivers(self) -> int:
-        return len(self._members.keys)
-
-    @property
-    def is_near(self) -> bool:
+    def new_signal(self) -> Signal:
         keys = self._members.keys
-        return keys.count(self._runtime.key) == len(keys)
+        return Signal(len(keys) <= cpus(), keys.count(self._runtime.key) == len(keys))
 
     def unanswered(self) -> list[tuple[int, int]]:
         """(process, number) of the actors that have not answered."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from functools import wraps
 from types import ModuleType
 from typing import Any, Final
@@ -27,6 +27,7 @@ from monarch.core.future import Future
 from monarch.core.instance import Instance
 from monarch.core.mailbox import Mailbox
 from monarch.core.peer import Peer
+from monarch.transports.ring_link import RingLink
 
 Note = tuple[str, float]
 
@@ -43,7 +44,7 @@ STEPS: Final = (
     Step("called", ""),
     Step("caller addressed", "bind and pickle the arguments, open a reply port, number the message"),
     Step("caller numbered", "number the frame for the peer, and keep it until it is acknowledged"),
-    Step("callee read", "over the link, numbered where it takes a lane; and the wake-up of the callee where it sleeps"),
+    Step("callee read", "over the link, and the wake-up of the callee where it sleeps"),
     Step("callee queued", "acknowledge, route by the head"),
     Step("callee taken", "mailbox: order, then the turn of the actor"),
     Step("entered", "decode the arguments, make the context"),
@@ -95,6 +96,8 @@ def _note_links(who: str) -> None:
     for link in {type(peer.link) for peer in gateway.peers if peer.link is not None}:
         _entered(link, "send_nowait", f"{who} numbered")
         _left_with_something(link, "recv_nowait", f"{who} read")
+        if link is RingLink:
+            _entered(link, "deliver", f"{who} read")
 
 
 class Noting(Actor):
@@ -129,9 +132,19 @@ def measure(calls: int) -> list[tuple[Step, float]]:
     notes = sorted(mine + actor.notes.call_one().get(), key=lambda note: note[1])
     procs.stop().get()
     noted = Counter(label for label, _ in notes)
-    steps = [step for step in STEPS if noted[step.until] > calls // 2]  # messages on a lane leave out some
+    steps = list(made({label for label, count in noted.items() if count > calls // 2}))
     times = list(_complete(notes, steps))
     return [(step, median([each[at] - each[at - 1] for each in times])) for at, step in enumerate(steps) if at]
+
+
+def made(labels: Set[str]) -> Iterator[Step]:
+    """The steps that end with these notes. What the compiled part does in one has the texts of all that are in it."""
+    texts: list[str] = []
+    for step in STEPS:
+        texts.append(step.text)
+        if step.until in labels:
+            yield Step(step.until, "; ".join(texts))
+            texts = []
 
 
 def _complete(notes: Sequence[Note], steps: Sequence[Step]) -> Iterator[list[float]]:

@@ -77,9 +77,8 @@ class _Called:
         self.spec: EndpointSpec | None = None
 
     def point(self, rank: int) -> Point:
-        point = self.points.get(rank)
-        if point is None:
-            self.points[rank] = point = Point(rank, self.extent)
+        """One that is not among the `points` yet."""
+        self.points[rank] = point = Point(rank, self.extent)
         return point
 
 
@@ -158,8 +157,8 @@ class ActorBehavior:
         try:
             spec = called.spec or self._look_up(called)
             served = Served(instance, name, envelope, not spec.concurrent)
-            rank = envelope.rank
-            current_context.set(Context(instance, called.points.get(rank) or called.point(rank), served))
+            point = called.points.get(envelope.rank)
+            current_context.set(Context(instance, point if point is not None else called.point(envelope.rank), served))
             box = self._arguments(envelope, name)
             if spec.sends_itself:
                 box[0] = (self._handed_out(envelope, port), *box[0])

@@ -986,8 +986,9 @@ static void commit(const struct message *message, struct target *to, pieces *fra
 
 enum { NOT_SENT, SENT, FULL }; /* what `post` says: see monarch/compiled.py */
 
-/* ---- an inbox: how a call to an actor of this process gets there, from the first look to the waking in one step, too. See
- * monarch/core/mailbox.py, which has the same in Python. */
+/* ---- an inbox: how a call to an actor of this process gets there, from the first look to the waking in one step, too. Once
+ * it is there, and known whom to wake, the interpreter may be let go: this goes on behind it. See monarch/core/mailbox.py,
+ * which has the same in Python. */
 
 enum { CALL = 1, PORT = 2 }; /* of `Kind` */
 enum { SEQUENCED = 8, SKIP_NUMBER = 32, QUEUED_BYTES = 1024 };

@@ -44,19 +44,20 @@ class Extent(Mapping[str, int]):
         TypeError: a size is negative or no integer, or a label no string.
     """
 
-    __slots__ = ("_dims", "_labels", "_nelements", "_sizes")
+    __slots__ = ("_dims", "_labels", "_nelements", "_region", "_sizes")
 
     _labels: tuple[str, ...]
     _sizes: tuple[int, ...]
     _nelements: int
     _dims: dict[str, tuple[int, int]]  # label -> dense stride, size
+    _region: Region | None  # made when first asked for
 
     def __init__(self, labels: Sequence[str], sizes: Sequence[int]) -> None:
         checked = tuple(natural(size, "size of a dimension") for size in sizes)
         self._set(_labels(labels, len(checked)), checked)
 
     def _set(self, labels: tuple[str, ...], sizes: tuple[int, ...]) -> None:
-        self._labels, self._sizes = labels, sizes
+        self._labels, self._sizes, self._region = labels, sizes, None
         self._nelements = math.prod(sizes)
         self._dims = dict(zip(labels, zip(dense_strides(sizes), sizes, strict=True), strict=True))
 
@@ -84,7 +85,10 @@ class Extent(Mapping[str, int]):
     @property
     def region(self) -> Region:
         """The region whose base ranks are this extent's own numbers."""
-        return Region._trusted(self._labels, Slice._trusted(0, self._sizes, dense_strides(self._sizes)))
+        if self._region is None:
+            region = Region._trusted(self._labels, Slice._trusted(0, self._sizes, dense_strides(self._sizes)))
+            region._extent, self._region = self, region
+        return self._region
 
     def points(self) -> Iterator[Point]:
         """Every point, in order of rank."""

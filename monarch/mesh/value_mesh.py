@@ -85,13 +85,14 @@ class ValueMesh(MeshView, Generic[R]):
     _origin: Slice  # the base ranks that _cells were given for; _region is these or some of them
 
     def __init__(self, shape: Shape | Region | Extent, values: Iterable[R]) -> None:
-        self._set(_region_of(shape), _compressed(self._counted(shape, values)))
+        region = _region_of(shape)
+        self._set(region, _compressed(self._counted(region, values)))
 
     @classmethod
     def _lazy(cls, shape: Shape | Region | Extent, decoders: Iterable[Callable[[], R]]) -> ValueMesh[R]:
         """As the constructor, with a function for each value, called at most once, when the value is first read."""
-        mesh = object.__new__(cls)
-        mesh._set(_region_of(shape), [_Undecoded(decode) for decode in mesh._counted(shape, decoders)])
+        mesh, region = object.__new__(cls), _region_of(shape)
+        mesh._set(region, [_Undecoded(decode) for decode in mesh._counted(region, decoders)])
         return mesh
 
     @classmethod
@@ -116,11 +117,11 @@ class ValueMesh(MeshView, Generic[R]):
         return cls(shape, [found[position] for position in range(size)])
 
     @staticmethod
-    def _counted(shape: Shape | Region | Extent, values: Iterable[Any]) -> list[Any]:
+    def _counted(region: Region, values: Iterable[Any]) -> list[Any]:
         counted = list(values)
-        size = _region_of(shape).extent.nelements
+        size = len(region)
         if len(counted) != size:
-            raise ValueError(f"expected {size} values, one for each rank of {shape}, but got {len(counted)}")
+            raise ValueError(f"expected {size} values, one for each rank of {region.extent}, but got {len(counted)}")
         return counted
 
     def _set(self, region: Region, cells: list[Any]) -> None:

@@ -41,7 +41,7 @@
 #define PAUSE() atomic_signal_fence(memory_order_seq_cst)
 #endif
 
-enum { VERSION = 10 }; /* of what Python calls here; compiled.py names the one that it needs */
+enum { VERSION = 11 }; /* of what Python calls here; compiled.py names the one that it needs */
 enum { HEAD_BYTES = 256, MOST_PARTS = 32, LOOKS_EACH = 64 };
 #define SKIP UINT32_MAX
 #define ENCODED (UINT32_C(1) << 31)
@@ -1071,7 +1071,18 @@ static void carry_out(const struct waking *how) {
     }
 }
 
-static PyObject *envelope_here(Inbox *to, const struct message *message, PyObject *parts, uint64_t proc, uint32_t rank) {
+/* Whether a call with that chain may come from the very actor that it is for: then Python looks for a deadlock. See
+ * `comes_from` in monarch/core/chain.py. */
+static int may_come_from(PyObject *chain, uint64_t proc, uint64_t actor) {
+    const uint64_t link[2] = {proc, actor};
+    const char *at = PyBytes_AsString(chain);
+    for (Py_ssize_t left = PyBytes_Size(chain) - (Py_ssize_t)sizeof link; at && left >= 0; left--, at++)
+        if (!memcmp(at, link, sizeof link)) return 1;
+    return 0;
+}
+
+static PyObject *envelope_here(Inbox *to, const struct message *message, PyObject *parts, PyObject *chain, uint64_t proc,
+                               uint32_t rank) {
     PyTypeObject *type = (PyTypeObject *)to->message;
     if (!type || !PyType_Check(to->message) || !PyType_IsSubtype(type, EnvelopeType)) {
         PyErr_SetString(PyExc_TypeError, "an inbox needs the type of its messages");
@@ -1082,12 +1093,13 @@ static PyObject *envelope_here(Inbox *to, const struct message *message, PyObjec
     Py_INCREF(parts);
     self->parts = parts;
     self->kind = message->kind;
-    self->flags = message->flags & ~SEQUENCED; /* none overtakes another on this way */
+    self->flags = message->flags & ~(SEQUENCED | CHAINED); /* none overtakes another on this way */
     self->ttl = message->ttl;
     self->rank = rank;
     self->dst_proc = proc, self->dst_actor = message->dst_actor, self->dst_port = message->dst_port;
     self->src_proc = message->src_proc, self->src_actor = message->src_actor, self->reply_port = message->reply_port;
-    if (!(self->chain = PyBytes_FromStringAndSize(NULL, 0))) Py_CLEAR(self);
+    Py_INCREF(chain);
+    self->chain = chain;
     return (PyObject *)self;
 }
 
@@ -1108,9 +1120,10 @@ static int queue(Inbox *to, PyObject *envelope, long long size) {
     return SENT;
 }
 
-static int post_here(Inbox *to, const struct message *message, PyObject *parts, uint64_t proc, uint32_t rank) {
+static int post_here(Inbox *to, const struct message *message, PyObject *parts, PyObject *chain, uint64_t proc, uint32_t rank) {
     long long size = QUEUED_BYTES + bytes_of(parts);
-    PyObject *envelope = envelope_here(to, message, parts, proc, rank); /* a collection may run code of Python here */
+    if (may_come_from(chain, proc, message->dst_actor)) return NOT_SENT;
+    PyObject *envelope = envelope_here(to, message, parts, chain, proc, rank); /* a collection may run code of Python here */
     int result = !envelope ? -1 : has_room(to, size) ? queue(to, envelope, size) : NOT_SENT;
     Py_XDECREF(envelope);
     return result;
@@ -1173,7 +1186,8 @@ static PyObject *at_number(PyObject *dict, uint64_t number) { /* borrowed; NULL:
 
 /* Queue a call where it is the next of its sender's, and nothing about it is special. SENT; 0: it was not; -1 */
 static int queue_next(PyObject *actors, Envelope *message) {
-    if ((message->flags & (SEQUENCED | SKIP_NUMBER)) != SEQUENCED || PyBytes_Size(message->chain)) return 0;
+    if ((message->flags & (SEQUENCED | SKIP_NUMBER)) != SEQUENCED) return 0;
+    if (may_come_from(message->chain, message->dst_proc, message->dst_actor)) return 0;
     PyObject *actor = at_number(actors, message->dst_actor), *box = actor ? PyObject_GetAttr(actor, name_of_mailbox) : NULL;
     if (!box) {
         if (!PyErr_Occurred() || PyErr_ExceptionMatches(PyExc_AttributeError)) PyErr_Clear();
@@ -1235,8 +1249,7 @@ static PyObject *module_post(PyObject *module, PyObject *const *args, Py_ssize_t
         uint64_t proc = PyLong_AsUnsignedLongLong(PyTuple_GetItem(only, 2));
         unsigned long rank = PyLong_AsUnsignedLong(PyTuple_GetItem(only, 3));
         if (PyErr_Occurred()) return NULL;
-        if (PyBytes_Size(chain)) return PyLong_FromLong(NOT_SENT); /* it may be part of a deadlock, which Python looks at */
-        int sent = post_here((Inbox *)PyTuple_GetItem(only, 0), &message, parts, proc, (uint32_t)rank);
+        int sent = post_here((Inbox *)PyTuple_GetItem(only, 0), &message, parts, chain, proc, (uint32_t)rank);
         return sent < 0 ? NULL : PyLong_FromLong(sent);
     }
     struct target targets[MOST_TARGETS];

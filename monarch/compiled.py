@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FULL", "SENT", "Lane", "Reader", "Targets", "Writer", "part", "post", "why_not"]
 
-_VERSION: Final = 10
+_VERSION: Final = 11
 
 SENT: Final = 1
 FULL: Final = 2

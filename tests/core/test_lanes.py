@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from monarch import compiled
+from monarch.core import chain
 from monarch.core.driver import Signal
 from monarch.core.envelope import Envelope, Flag, Kind
 from monarch.core.mailbox import Mailbox, size_of
@@ -435,6 +436,11 @@ def test_no_signal_comes_between_a_number_and_its_message(make: Make) -> None:
 # To an actor of the same process
 
 
+def _chain(*actors: tuple[int, int]) -> bytes:
+    """Of calls that these served, as (process, number)."""
+    return b"".join(chain.link((*actor, 1), "who called") for actor in actors)
+
+
 def _here(mailbox: Mailbox, rank: int = 0) -> Any:
     return mailbox, None, 7, rank
 
@@ -470,11 +476,15 @@ def test_a_mailbox_that_python_has_to_look_at_stays_as_it_is(hinder: Callable[[M
     assert not mailbox.calls and not mailbox.come_bytes and not mailbox.signal.is_set
 
 
-def test_a_call_with_a_chain_may_be_part_of_a_deadlock_and_is_left_to_python() -> None:
+def test_a_call_that_comes_from_the_very_actor_that_it_is_for_is_left_to_python() -> None:
     mailbox = Mailbox(Signal())
 
-    assert post(_here(mailbox), chain=b"who called") == 0
+    assert post(_here(mailbox), chain=_chain((7, 3), (9, 3))) == 0
     assert not mailbox.calls and not mailbox.signal.is_set
+
+    assert post(_here(mailbox), chain=_chain((9, 3), (7, 4))) == compiled.SENT
+    (call,) = mailbox.calls
+    assert call.chain == _chain((9, 3), (7, 4)) and not call.flags & Flag.CHAINED
 
 
 def test_what_is_no_mailbox_of_messages_is_refused() -> None:
@@ -649,14 +659,16 @@ def test_a_call_about_which_something_is_special_is_left_to_python(
     assert not home.mailbox.signal.is_set
 
 
-def test_a_call_with_a_chain_from_elsewhere_is_left_to_python_too(make: Make, home: Home) -> None:
+def test_a_call_from_elsewhere_that_comes_from_the_very_actor_is_left_to_python_too(make: Make, home: Home) -> None:
     way = make()
-    post(way.target(), chain=b"who called")
+    post(way.target(), chain=_chain((9, 3), (7, 4)))
+    post(way.target(), chain=_chain((7, 3), (9, 3)))
     post(way.target(), kind=Kind.SYSTEM)
 
     assert way.deliver(home.delivery)
 
-    assert [message.kind for message in home.left] == [Kind.CALL, Kind.SYSTEM] and not home.mailbox.calls
+    assert [message.kind for message in home.left] == [Kind.CALL, Kind.SYSTEM]
+    assert [call.chain for call in home.mailbox.calls] == [_chain((9, 3), (7, 4))]
 
 
 def test_a_value_goes_to_its_port(make: Make, home: Home) -> None:

@@ -1008,13 +1008,30 @@ typedef struct {
 static PyObject *name_of_is_set, *name_of_pumping, *name_of_wake, *name_of_bell, *name_of_lock, *name_of_owned, *name_of_fd,
     *name_of_append, *name_of_mailbox, *name_of_deliver;
 
+static int inbox_traverse(Inbox *self, visitproc visit, void *arg) {
+    Py_VISIT(Py_TYPE((PyObject *)self));
+    Py_VISIT(self->calls);
+    Py_VISIT(self->signal);
+    Py_VISIT(self->message);
+    Py_VISIT(self->expected);
+    Py_VISIT(self->waiting);
+    Py_VISIT(self->behind);
+    return 0;
+}
+
+static int inbox_clear(Inbox *self) {
+    Py_CLEAR(self->calls);
+    Py_CLEAR(self->signal);
+    Py_CLEAR(self->message);
+    Py_CLEAR(self->expected);
+    Py_CLEAR(self->waiting);
+    Py_CLEAR(self->behind);
+    return 0;
+}
+
 static void inbox_dealloc(Inbox *self) {
-    Py_XDECREF(self->calls);
-    Py_XDECREF(self->signal);
-    Py_XDECREF(self->message);
-    Py_XDECREF(self->expected);
-    Py_XDECREF(self->waiting);
-    Py_XDECREF(self->behind);
+    PyObject_GC_UnTrack(self);
+    inbox_clear(self);
     free_of((PyObject *)self);
 }
 
@@ -1521,7 +1538,8 @@ static PyMemberDef inbox_fields[] = {
     {NULL, 0, 0, 0, NULL},
 };
 static PyType_Slot inbox_slots[] = {
-    {Py_tp_new, PyType_GenericNew}, {Py_tp_dealloc, inbox_dealloc}, {Py_tp_members, inbox_fields}, {0, NULL},
+    {Py_tp_new, PyType_GenericNew},    {Py_tp_dealloc, inbox_dealloc}, {Py_tp_members, inbox_fields},
+    {Py_tp_traverse, inbox_traverse}, {Py_tp_clear, inbox_clear},     {0, NULL},
 };
 static PyType_Slot session_slots[] = {
     {Py_tp_new, session_new},         {Py_tp_dealloc, session_dealloc}, {Py_tp_methods, session_methods},
@@ -1545,8 +1563,8 @@ static PyType_Slot delivery_slots[] = {
 };
 static PyType_Spec delivery_spec = {"monarch._compiled.Delivery", sizeof(Delivery), 0,
                                     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, delivery_slots};
-static PyType_Spec inbox_spec = {"monarch._compiled.Inbox", sizeof(Inbox), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
-                                 inbox_slots};
+static PyType_Spec inbox_spec = {"monarch._compiled.Inbox", sizeof(Inbox), 0,
+                                 Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, inbox_slots};
 static PyType_Spec lane_spec = {"monarch._compiled.Lane", sizeof(Lane), 0, Py_TPFLAGS_DEFAULT, lane_slots};
 
 static PyMethodDef functions[] = {

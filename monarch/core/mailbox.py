@@ -198,7 +198,7 @@ class Mailbox(_Inbox):
         """A process is gone: nothing more comes from its actors."""
         with self._lock:
             for known in (self._expected, self._waiting):
-                for sender in [s for s in known if s[0] == proc_key]:
+                for sender in [s for s in list(known) if s[0] == proc_key]:  # the compiled part adds some meanwhile
                     del known[sender]
             self.told_full.pop(proc_key, None)
             self._behind = [

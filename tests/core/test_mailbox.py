@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -245,6 +247,38 @@ def test_it_forgets_who_is_to_hear_of_room_with_his_process() -> None:
     mailbox.forget_sender(5)
 
     assert mailbox.told_full == {6: 1}
+
+
+def test_others_may_come_while_it_forgets_a_process() -> None:
+    mailbox = Mailbox(Signal())
+    for sender in range(3):
+        mailbox.put(_message(sender, 0, proc=6))
+    mailbox.put(_message(1, 0, proc=5))
+
+    class Key(int):
+        def __eq__(self, other: object) -> bool:
+            mailbox._expected[7, len(mailbox._expected)] = 1  # as the compiled part may
+            return int(self) == other
+
+        __hash__ = int.__hash__
+
+    mailbox.forget_sender(Key(5))
+
+    assert {sender for sender in mailbox._expected if sender[0] != 7} == {(6, 0), (6, 1), (6, 2)}
+
+
+def test_a_mailbox_goes_with_who_waits_for_its_messages() -> None:
+    class Owner:
+        def __init__(self) -> None:
+            self.mailbox = Mailbox(Signal())
+            self.mailbox.when_at((5, 1), 1, self.come)
+
+        def come(self) -> None: ...
+
+    known = weakref.ref(Owner())
+    gc.collect()
+
+    assert known() is None
 
 
 def test_what_comes_while_it_is_weighed_is_not_forgotten() -> None:

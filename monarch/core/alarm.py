@@ -18,6 +18,7 @@ from monarch.wake import OwnedFd, Wake
 _libc: Final = ctypes.PyDLL(None) if sys.platform == "linux" else None
 
 _TIMES: Final = Struct("@4l")  # the period, then when: seconds and nanoseconds each
+_LONGEST_WAIT_S: Final = 3600.0  # poll counts milliseconds in an int
 
 
 class Alarm(Protocol):
@@ -79,7 +80,8 @@ class Watch:
 
     def wait(self, timeout_s: float | None) -> None:
         """May return early."""
-        if self._poll.poll(None if timeout_s is None else math.ceil(max(timeout_s, 0.0) * 1e3)):
+        wait_ms = None if timeout_s is None else math.ceil(min(max(timeout_s, 0.0), _LONGEST_WAIT_S) * 1e3)
+        if self._poll.poll(wait_ms):
             self.call(None)
             self.waker.clear()
 

@@ -248,6 +248,24 @@ def deputy(caller: CallerDriver, monkeypatch: pytest.MonkeyPatch) -> Signal:
     return Signal()
 
 
+@pytest.mark.parametrize("limit_s", [1e9, 1e300])
+def test_who_stands_by_may_wait_for_any_time(
+    limit_s: float, caller: CallerDriver, links: Links, deputy: Signal
+) -> None:
+    done: list[bool] = []
+    signal = Signal()
+    leader = _start(lambda: caller.wait(signal, _LIMIT_S) and None)
+    _until(lambda: bool(signal.pumping))
+    thread = _start(lambda: done.append(caller.wait(deputy, limit_s)))
+    _until(lambda: deputy.wake is not None)
+    deputy.notify()
+    _join(thread)
+    links.post(signal.notify)
+    _join(leader)
+
+    assert done == [True]
+
+
 def _lead_once(caller: CallerDriver, links: Links) -> None:
     signal = Signal()
     links.post(signal.notify)

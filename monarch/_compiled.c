@@ -1077,7 +1077,8 @@ static void carry_out(const struct waking *how) {
     if (how->owned) { /* who is woken wants the interpreter: where it shares our CPU, it would sleep again at once */
         Py_INCREF(how->owned);
         Py_BEGIN_ALLOW_THREADS;
-        if (write(how->fd, &one, sizeof one) < 0) PAUSE(); /* it is readable already */
+        ssize_t written = write(how->fd, &one, sizeof one); /* or it is readable already */
+        (void)written;
         Py_END_ALLOW_THREADS;
         Py_DECREF(how->owned);
     }
@@ -1092,6 +1093,7 @@ static void carry_out(const struct waking *how) {
  * `comes_from` in monarch/core/chain.py. */
 static int may_come_from(PyObject *chain, uint64_t proc, uint64_t actor) {
     const uint64_t link[2] = {proc, actor};
+    if (!PyBytes_Check(chain)) return 1; /* Python says what is wrong with it */
     const char *at = PyBytes_AsString(chain);
     for (Py_ssize_t left = PyBytes_Size(chain) - (Py_ssize_t)sizeof link; at && left >= 0; left--, at++)
         if (!memcmp(at, link, sizeof link)) return 1;

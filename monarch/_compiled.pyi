@@ -98,7 +98,7 @@ def post(
     /,
 ) -> int:
     """Number a message, and put it into the rings of all `targets`, or into the mailbox of the only one, and wake who
-    waits for it, in one step: no other thread and no handler of a signal runs between.
+    waits for it, in one step: no handler of a signal runs between, and no other thread before all is in its place.
 
     Returns:
         `compiled.SENT`, or `FULL`; or 0, and nothing is sent or numbered: to one of them it has to go another way.

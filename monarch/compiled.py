@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from monarch._compiled import Lane, Reader, Writer
 
-__all__ = ["FULL", "SENT", "Lane", "Reader", "Targets", "Writer", "part", "post", "why_not"]
+__all__ = ["FULL", "SENT", "Lane", "Reader", "Take", "Targets", "Writer", "delivery", "part", "post", "why_not"]
 
 _VERSION: Final = 11
 
@@ -31,6 +31,7 @@ FULL: Final = 2
 """What `post` says when it has sent; `FULL`: and who sends is to wait for room."""
 
 Take = Callable[[Any], None]
+"""Takes a message, on the driving thread, and does not block."""
 
 Targets = tuple[tuple[Any, Iterator[int] | None, int, int], ...]
 """Receivers of one message, each: (who has its `lane`, where its number comes from, process, rank); or, alone, an actor
@@ -58,10 +59,10 @@ post = _no_post if part is None else part.post
 """Send a message to all of `targets` on their lanes: see `_compiled.pyi`. Without the compiled part nobody has one."""
 
 
-def _always(take: Take, actors: Mapping[int, Any], ports: Mapping[int, Any]) -> Take:
+def _by_python(take: Take, actors: Mapping[int, Any], ports: Mapping[int, Any]) -> Take:
     return take
 
 
-delivery = _always if part is None else part.Delivery
+delivery = _by_python if part is None else part.Delivery
 """`take`, which delivers a message of this process. A ring that is given this gives a call to the `mailbox` of its
 actor itself, and a value to `deliver` of its port, where nothing about them is special."""

@@ -12,7 +12,7 @@ from typing import Final
 _LINK: Final = Struct("<QQQH")  # process, actor, number of the call that it serves; then the size of the text
 _LINKS: Final = 64  # of longer chains, the end is kept
 _TEXT_BYTES: Final = 500
-_ACTOR: Final = Struct("<QQ")
+_ACTOR: Final = Struct("<QQ")  # `may_come_from` in _compiled.c looks for it, too
 
 ServedKey = tuple[int, int, int]
 """(process, actor, number) of a call that an actor serves. The numbers are the actor's own, from 1."""

@@ -68,8 +68,7 @@ def encode_last(box: list[Any], find_memory: Memory = _anywhere) -> list[Buffer]
     """As `encode`, of the only item of `box`, which is taken out: what nobody here needs any more. Memory that was lent
     to this process, and that nothing else shows, is passed on as it is, which costs no copy and no memory."""
     if type(box[0]) in _ATOMS:
-        parts: list[Buffer] = [pickle.dumps(box.pop(), 5)]
-        return _within_limit(parts) if settings.get("codec_max_frame_length") else parts
+        return _within_limit([pickle.dumps(box.pop(), 5)])
     claims: list[tuple[int, Claim]] = []
     parts = _encoded(box.pop(), find_memory, True, claims)  # in no variable: from here on nothing of ours holds it
     for at, claimed in claims:

@@ -149,7 +149,7 @@ class _Own(threading.local):
     """Of each thread."""
 
     def __init__(self) -> None:
-        self.spin = Spin(at_once=False)
+        self.spin = Spin()
 
 
 _own: Final = _Own()

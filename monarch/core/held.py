@@ -62,7 +62,7 @@ class Held:
     def __init__(self, nudge: Callable[[], None] = lambda: None, signals: _Signals = ALL) -> None:
         self._nudge, self._signals = nudge, signals
         self._handlers: dict[int, Handler] = {}
-        self._around = _all_are_held
+        self._around = False
         self._pending: list[tuple[int, FrameType | None]] | None = None
         self._is_over = False
         self.noted = False
@@ -79,7 +79,7 @@ class Held:
 
     def __enter__(self) -> Held:
         global _all_are_held
-        signals = self._signals
+        signals, self._around = self._signals, _all_are_held
         found = tuple(map(_signal.getsignal, signals.numbers))  # `handlers`, most often without the call
         self._handlers = signals.known if found == signals.found else signals.handlers()
         try:
@@ -126,7 +126,7 @@ class Held:
 
 
 class NothingHeld:
-    """For threads in which no handler ever runs."""
+    """Where no handler runs anyway: in other threads, and in a block within one that holds all signals."""
 
     noted: Final = False
 

@@ -174,7 +174,7 @@ class Instance(Sender):
         self._served_numbers = itertools.count(1)
         self._cancelled: set[CallKey] = set()
         self._behavior: Behavior
-        self._loop: ActorLoop
+        self.loop: ActorLoop
         self._current: asyncio.Task[Any] | None = None
         self._current_envelope: Envelope | None = None
         self._concurrent: dict[asyncio.Task[Any], Envelope] = {}
@@ -288,8 +288,8 @@ class Instance(Sender):
 
     def _start_now(self, coro: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Its first step is made at once."""
-        self._loop.show()
-        return self._loop.start_now(coro, contextvars.copy_context())
+        self.loop.show()
+        return self.loop.start_now(coro, contextvars.copy_context())
 
     def stillborn(self, down: Down) -> None:
         """Instead of `run`: there is no thread for it."""
@@ -300,12 +300,12 @@ class Instance(Sender):
         """End at once, without anything more: no release and no cleanup where they have not been."""
         if self.phase is not Phase.ENDED:  # else what is left is cancelled now, on the loop
             self.phase = Phase.ENDED
-            self._loop.stop()
+            self.loop.stop()
 
     def run(self, behavior: Behavior) -> None:
         """Live. Returns when the actor has ended."""
         self._behavior = behavior
-        self._loop = loop = ActorLoop(self.signal, self.proc_runtime.driver)
+        self.loop = loop = ActorLoop(self.signal, self.proc_runtime.driver)
         loop.set_turn(self._serve_some)
         loop.set_exception_handler(self._on_loop_error)
         self.thread_id = threading.get_ident()
@@ -313,7 +313,7 @@ class Instance(Sender):
         context.run(self._live)
 
     def _live(self) -> None:
-        loop = self._loop
+        loop = self.loop
         asyncio.set_event_loop(loop)
         try:
             loop.call_soon(self._construct)
@@ -330,7 +330,7 @@ class Instance(Sender):
         KeyboardInterrupt of any task through: it ends the actor, and not the process."""
         while self.phase is not Phase.ENDED:
             try:
-                self._loop.run_forever()
+                self.loop.run_forever()
             except (SystemExit, KeyboardInterrupt) as error:
                 text = f"a task of the actor raised {exceptions.summary(error)}"
                 self.end(self.proc_runtime.failed(text, error))
@@ -360,7 +360,7 @@ class Instance(Sender):
             if phase is not _SERVING and phase is Phase.ENDED:
                 return
             if mailbox.controls and (action := mailbox.take_control()) is not None:
-                self._loop.show()
+                self.loop.show()
                 action()
                 continue
             if phase is not _SERVING or self._current is not None:
@@ -373,7 +373,7 @@ class Instance(Sender):
             if mailbox.told_full:
                 self.proc_runtime.backpressure.taken(self, envelope)
             self._serve(envelope)
-            if self._loop._ready:  # type: ignore[attr-defined]
+            if self.loop._ready:  # type: ignore[attr-defined]
                 return  # let asyncio have its turn
         self.signal.notify()  # there may be more; timers and descriptors that are due go first
 
@@ -446,7 +446,7 @@ class Instance(Sender):
                 behavior.abandon(envelope, down)
         if self._current is not None:
             self._current.cancel()
-        task = self._loop.create_task(self._wind_up(constructed))
+        task = self.loop.create_task(self._wind_up(constructed))
         task.add_done_callback(lambda _: self.cut_off())
 
     def _also(self, later: Down) -> None:
@@ -505,7 +505,7 @@ class Instance(Sender):
 
     def _finish_loop(self) -> None:
         """Cancel what the user left on the loop, close it, and report."""
-        loop = self._loop
+        loop = self.loop
         self.phase = Phase.ENDED
         try:
             left = [t for t in asyncio.all_tasks(loop) if not t.done()]
@@ -546,7 +546,7 @@ class Instance(Sender):
 
     def waiting(self) -> tuple[Stack, ...]:
         """The stacks of its tasks that wait at an `await`. From any thread, once `thread_id` is set."""
-        return tuple(waiting_tasks(self._loop))
+        return tuple(waiting_tasks(self.loop))
 
 
 def _blocked(instance: weakref.ref[Instance]) -> None:

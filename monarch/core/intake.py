@@ -50,15 +50,14 @@ class Intake:
             BaseException: as `take`.
         """
         now_s = time.monotonic()
-        peer.heard = True
-        if not self._driver.leads_aside:
-            peer.burst = 0
         try:
             is_all = link.deliver(self._deliver, self._key, now_s)
         except Exception:
-            self._log_failed()
+            log.exception("message.failed", proc=str(self._uid))
             is_all = False
-        if not is_all:
+        if is_all:
+            self._heard(peer)
+        else:
             self.take(peer, link.recv_nowait())
         due = peer.session.ack_due(now_s)
         if due:
@@ -77,6 +76,9 @@ class Intake:
             BaseException: an interrupt of the thread that drives. The message that was being delivered, and those
                 behind it, come again on a new link; whoever has one by then knows it by its number.
         """
+        if not frames:
+            return
+        self._heard(peer)
         session, now_s = peer.session, time.monotonic()
         for frame in frames:
             message: Envelope | None = None
@@ -91,8 +93,8 @@ class Intake:
                         self._deliver(message)
                     else:
                         self._pass_on(message)
-                except Exception:
-                    self._log_failed()
+                except Exception:  # a bug above must not cost the messages behind this one
+                    log.exception("message.failed", proc=str(self._uid), kind=message.kind)
                 session.took(size_bytes, now_s)
             elif frame_type(frame) == FrameType.GOODBYE:
                 peer.said_goodbye = True
@@ -100,9 +102,10 @@ class Intake:
             elif frame_type(frame) == FrameType.HEARTBEAT:
                 peer.say(FrameType.ACK)
 
-    def _log_failed(self) -> None:
-        """A bug above must not cost the messages behind the one that met it."""
-        log.exception("message.failed", proc=str(self._uid))
+    def _heard(self, peer: Peer) -> None:
+        peer.heard = True
+        if not self._driver.leads_aside:
+            peer.burst = 0
 
     def _acknowledge_later(self, peer: Peer) -> None:
         if not self._owing_acks:

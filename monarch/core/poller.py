@@ -48,7 +48,7 @@ class Poller:
         self.wake = self.waker.set
         self._bell = bytearray(1)
         # Of 32 processes that start together, each would look in vain after its first answer, for 0.4 ms of its 12.
-        self._spin = Spin(LOOK_S if cpus() > 1 else 0.0, at_once=False)
+        self._spin = Spin(LOOK_S if cpus() > 1 else 0.0)
         self.closed = False
         self._running = 0  # the thread that runs handlers
         self._rounds = 0

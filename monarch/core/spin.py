@@ -40,23 +40,21 @@ os.register_at_fork(after_in_child=cpus.cache_clear)  # a child may be bound to 
 class Spin:
     """Of one who waits, again and again.
 
+    One that is new sleeps at first, some times: most threads, and most processes, get a message or two, and then none.
+
     Args:
         time_s: the longest that it looks.
-        at_once: whether it looks before it has ever slept; otherwise after some short sleeps. Most threads that are
-            new, and most processes, get a message or two, and then none.
     """
 
     __slots__ = ("_clock", "_penalty", "_short_left", "_short_wanted", "_skips", "time_s")
 
-    def __init__(
-        self, time_s: float = LOOK_S, clock: Callable[[], float] = time.perf_counter, *, at_once: bool = True
-    ) -> None:
+    def __init__(self, time_s: float = LOOK_S, clock: Callable[[], float] = time.perf_counter) -> None:
         self.time_s, self._clock = time_s, clock
         self._skips = 0  # waits that are still to sleep, since others need the CPU
         self._penalty = _FEWEST_SKIPS
         # Short sleeps in a row before the next look, which grow with looks in vain since the last find; those still to
         # come.
-        self._short_wanted = self._short_left = 0 if at_once else _SHORT_AT_FIRST
+        self._short_wanted = self._short_left = _SHORT_AT_FIRST
 
     def look(self, poll: Callable[[float], list[tuple[int, int]]]) -> list[tuple[int, int]]:
         """What `poll(0)` finds within the time for it; an empty list: sleep."""

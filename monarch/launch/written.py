@@ -8,7 +8,8 @@ Which pages those are, the kernel tells the first child that is up: those that i
 file in memory (`tell`), where the template looks before it forks. Children would have copied them a moment later, so
 they take no more memory, but for some 40 pages that the template has written to while the first came up.
 
-Where the kernel does not tell, or does not copy for the asking (before Linux 6.14), all is as without.
+Where the kernel does not tell, or does not copy for the asking (an older one), all is as without. Where two children
+tell at the same time, the pages of either are found, or some of them: any are worth while.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
-from attrs import define, field
+from attrs import define
 
 from monarch.core import settings
 from monarch.mesh.endpoint import EndpointProperty, EndpointSpec
@@ -103,14 +103,12 @@ class ActorClass:
     Attributes:
         name: `module.Qualname`.
         is_async: whether the constructor may not block: unless every endpoint is sync.
-        calls: what the descriptions of calls to its actors mean; `dispatch` keeps them here, for all actors of it.
     """
 
     cls: type
     name: str
     endpoints: dict[str, EndpointSpec]
     is_async: bool
-    calls: dict[bytes, Any] = field(factory=dict, init=False, eq=False, repr=False)
 
     @functools.cached_property
     def signature(self) -> inspect.Signature | None:

@@ -11,7 +11,7 @@ Where a process has a bootstrap function, an actor of its own runs that: the set
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import datetime
 from typing import TYPE_CHECKING, Final
 
@@ -124,7 +124,7 @@ class ProcAgent:
         if down is not None:
             runtime.never_born(number, down)
             return
-        mesh = parents.proc_mesh._own()
+        mesh = parents.proc_mesh._for_owner()
         rank = Point(envelope.rank, mesh._region.extent)
         actor_id = ActorId(runtime.proc_id, number, names.actor)
         instance = ActorInstance(runtime, actor_id, names.actor, names.cls, rank, mesh, parents.creator, names.is_setup)
@@ -239,14 +239,18 @@ class ProcAgent:
     def end_if_idle(self) -> None:
         """Call `on_end`, once, if all actors were to stop and have. That this process has been stopped must not
         overtake the news that one of them has failed."""
-        if not self._stopping_all or self._unheard or any(True for _ in self._instances()):
+        if not self._stopping_all or self._unheard or self._has_instances():
             return
         with self._end_lock:
             on_end, self.on_end = self.on_end, lambda: None
         on_end()
 
-    def _instances(self) -> Iterator[Instance]:
-        return (actor for actor in list(self._runtime.actors.values()) if isinstance(actor, Instance))
+    def _instances(self) -> list[Instance]:
+        return [actor for actor in list(self._runtime.actors.values()) if isinstance(actor, Instance)]
+
+    def _has_instances(self) -> bool:
+        """As `bool(_instances())`, and does not look at a thousand for each that ends."""
+        return any(isinstance(actor, Instance) for actor in list(self._runtime.actors.values()))
 
     def _on_proc_gone(self, key: int, down: Down) -> None:
         """Actors whose owner's process is gone end with it; the process they run on may be somebody else's."""

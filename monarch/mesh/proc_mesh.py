@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, cast, get_origi
 from monarch.core import codec, duration
 from monarch.core.envelope import Envelope, Flag, Kind
 from monarch.core.future import Future
-from monarch.core.ids import ProcId, new_number
+from monarch.core.ids import ActorId, ProcId, new_number
 from monarch.core.monitor import PeerGone
 from monarch.errors import SupervisionError
 from monarch.mesh.actor import Actor, class_of
@@ -89,7 +89,7 @@ class ProcMesh(MeshView):
         self._setup = setup
         self._root: ProcMesh = self  # what this is a view of
         self._engine: Any = None  # of distributed tensors, at the root (`monarch.mesh.tensor.engine`)
-        self._last_spawner: tuple[Spawner, Region, Buffer] | None = None  # and what `_parentage` says of it
+        self._known: tuple[ActorId, Region, Buffer] | None = None  # the last owner, and what `_parentage` says of it
 
     def _with_region(self, region: Region) -> ProcMesh:
         positions = self._region._slice
@@ -99,8 +99,8 @@ class ProcMesh(MeshView):
         view._root = self._root
         return view
 
-    def _own(self) -> ProcMesh:
-        """The same processes, for another owner of what is made on them."""
+    def _for_owner(self) -> ProcMesh:
+        """The same processes, for one more owner of what is made on them."""
         return ProcMesh(self._name, self._procs, self._region)
 
     def _member(self, position: int) -> ProcMesh:
@@ -162,12 +162,12 @@ class ProcMesh(MeshView):
 
     def _parentage(self, owner: Spawner) -> tuple[Region, Buffer]:
         """The region of what `owner` spawns here, and the encoded `Parentage` of its members."""
-        known = self._last_spawner
-        if known is None or known[0] is not owner:
+        known = self._known
+        if known is None or known[0] is not owner.actor_id:
             whole = Region(self._region.labels, type(self._region._slice).new_row_major(self._region._slice._sizes))
             members = ProcMesh(self._name, tuple(self._procs), whole)
             (encoded,) = codec.encode(Parentage(members, owner.actor_id, owner.record))
-            known = self._last_spawner = owner, whole, encoded
+            known = self._known = owner.actor_id, whole, encoded
         return known[1:]
 
     # ---- life

@@ -498,7 +498,10 @@ def looks_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[Look], None]:
     if ring.why_not:
         pytest.skip(ring.why_not)
     monkeypatch.setattr(driver_module, "cpus", lambda: 100)  # others of this process may be looking, too
-    monkeypatch.setattr(driver_module._own, "spin", Spin())
+    spin = Spin()
+    while not spin.pays():
+        spin.slept(0.0)
+    monkeypatch.setattr(driver_module._own, "spin", spin)
     me, real = threading.get_ident(), ring.look
 
     def use(look: Look) -> None:
@@ -565,7 +568,7 @@ def test_who_leads_instead_of_looking_learns_that_a_look_would_have_paid(
     caller: CallerDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The caller of an actor, say: it would lead for ever."""
-    spin = Spin(_LIMIT_S, at_once=False)
+    spin = Spin(_LIMIT_S)
     monkeypatch.setattr(driver_module._own, "spin", spin)
     monkeypatch.setattr(caller, "_join", lambda signal, deadline_s: True)
     for _ in range(3):

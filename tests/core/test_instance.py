@@ -139,7 +139,7 @@ def test_one_call_is_served_at_a_time_while_an_async_one_waits(proc: Proc) -> No
     life.instance.post_control(served.set)  # control is served meanwhile
     assert served.wait(LIMIT_S)
     assert life.fake.log[-1] == "slow"
-    life.instance._loop.call_soon_threadsafe(go.set)
+    life.instance.loop.call_soon_threadsafe(go.set)
     life.end()
 
     assert life.fake.log == ["construct", "slow", "slow is over", "next", "release", "cleanup", "release"]
@@ -178,8 +178,8 @@ def test_a_call_that_never_waits_costs_no_turn_of_the_loop(proc: Proc) -> None:
     counted = threading.Event()
 
     def count() -> None:
-        run_once = life.instance._loop._run_once  # type: ignore[attr-defined]
-        life.instance._loop._run_once = lambda: (turns.append(1), run_once())  # type: ignore[attr-defined]
+        run_once = life.instance.loop._run_once  # type: ignore[attr-defined]
+        life.instance.loop._run_once = lambda: (turns.append(1), run_once())  # type: ignore[attr-defined]
         counted.set()
 
     life.instance.post_control(count)
@@ -382,7 +382,7 @@ def test_what_fails_while_an_actor_ends_is_not_lost(
     elif when == "while it cleans up":
         fake.cleans = clean_up
     else:
-        fake.cleans = lambda: instance._loop.create_task(last_words()) and None
+        fake.cleans = lambda: instance.loop.create_task(last_words()) and None
     with caplog.at_level(logging.WARNING, "monarch"):
         instance.request_stop(first) if first.stopped else instance.request_end(first)
         assert life.ended() == (later if first.stopped else first)

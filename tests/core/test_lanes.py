@@ -723,3 +723,12 @@ def test_a_delivery_calls_what_it_was_made_of_and_goes_with_it() -> None:
     del home
     gc.collect()
     assert known() is None
+
+
+def test_a_mailbox_goes_with_what_is_to_be_done_once_messages_are_there() -> None:
+    home = Home()
+    home.mailbox.when_at((5, 6), 1, lambda home=home: None)  # type: ignore[misc]
+    known = weakref.ref(home)
+    del home
+    gc.collect()
+    assert known() is None

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import select
+import signal
 import threading
 from collections.abc import Iterator
 
 import pytest
 
 from monarch.core.poller import Poller
+from monarch.transports import ring
 
 WAIT_S = 20.0
 ROUNDS = 2000
@@ -57,3 +60,34 @@ def test_a_timer_that_another_thread_sets_runs_while_it_waits(poller: Poller) ->
     while not ran.is_set():
         poller.poll(WAIT_S, eager=True)
     thread.join(WAIT_S)
+
+
+def test_one_that_is_shut_waits_for_nothing() -> None:
+    poller = Poller()
+    poller.shut()
+    poller.poll(None)
+    poller.close()
+
+
+def test_the_handler_of_a_signal_ends_a_sleep_and_may_raise(poller: Poller) -> None:
+    def handler(number: int, frame: object) -> None:
+        raise InterruptedError("by the handler")
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+        with pytest.raises(InterruptedError, match="by the handler"):
+            poller.poll(WAIT_S)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.skipif(bool(ring.why_not), reason=ring.why_not or "there are rings")
+def test_a_sleep_says_what_the_descriptors_have_and_that_it_slept() -> None:
+    with select.epoll() as epoll:
+        found, slept_s = ring.sleep((), (), epoll.fileno(), 0.0)
+        assert found == [] and slept_s is not None and slept_s >= 0.0
+        closed = epoll.fileno()
+    with pytest.raises(ValueError, match="closed"):
+        ring.sleep((), (), closed, None)

@@ -20,6 +20,7 @@ class World:
         self.event_at_s = float("inf")
         self.round_s = ROUND_S
         self.spin = Spin(spin_s, lambda: self.now_s)
+        self.spin._short_left = self.spin._short_wanted = 0  # it is not new
 
     def poll(self, timeout_s: float) -> list[tuple[int, int]]:
         assert timeout_s == 0
@@ -116,7 +117,7 @@ def test_a_find_without_interruption_ends_that(world: World) -> None:
 
 
 def test_one_that_is_new_looks_after_short_sleeps_in_a_row(world: World) -> None:
-    world.spin = Spin(LOOK_S, lambda: world.now_s, at_once=False)
+    world.spin = Spin(LOOK_S, lambda: world.now_s)
 
     assert all(world.sleep(2 * LOOK_S) for _ in range(100))
     assert world.sleep(LOOK_S / 2)

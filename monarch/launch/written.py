@@ -15,6 +15,7 @@ tell at the same time, the pages of either are found, or some of them: any are w
 from __future__ import annotations
 
 import bisect
+import contextlib
 import os
 import struct
 from collections.abc import Callable
@@ -62,7 +63,7 @@ def _look() -> None:
     mappings = linux.private_mappings()
     starts = [start for start, _ in mappings]
     pages: list[tuple[int, int]] = []
-    for start, size in _STRETCH.iter_unpack(told):
+    for start, size in _STRETCH.iter_unpack(told[: len(told) // _STRETCH.size * _STRETCH.size]):  # a limit cuts it off
         at = bisect.bisect(starts, start) - 1
         if at >= 0 and start + size <= mappings[at][1]:  # else the child has mapped it
             pages.append((start, size))
@@ -74,12 +75,14 @@ def tell() -> None:
     calls do nothing."""
     global _file
     file, _file = _file, None
-    if file is None or _copies or os.fstat(file).st_size:
+    if file is None or _copies:
         return
-    told = bytearray()
-    for stretch in linux.own_pages():
-        told += _STRETCH.pack(*stretch)
-    os.pwrite(file, told, 0)
+    with contextlib.suppress(OSError):  # there is no memory for it, say, or a limit to the sizes of files
+        if not os.fstat(file).st_size:
+            told = bytearray()
+            for stretch in linux.own_pages():
+                told += _STRETCH.pack(*stretch)
+            os.pwrite(file, told, 0)
 
 
 def _in_forked_child() -> None:

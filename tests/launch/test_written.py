@@ -106,3 +106,16 @@ print(json.dumps([calls, in_child(own, written.fork)]))
     calls, found = told(program)
     assert all(calls)
     assert found == [3, 4, 50]
+
+
+@pytest.mark.parametrize("limit_bytes", [0, 24])
+def test_a_child_that_may_not_write_so_much_goes_on_and_so_does_its_template(limit_bytes: int) -> None:
+    program = f"""
+import resource
+def limited():
+    resource.setrlimit(resource.RLIMIT_FSIZE, ({limit_bytes}, {limit_bytes}))
+    return up()
+first = in_child(limited, written.fork)
+print(json.dumps([first, in_child(lambda: [1], written.fork)]))
+"""
+    assert told(program) == [[3, 4, 50], [1]]

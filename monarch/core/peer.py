@@ -192,7 +192,8 @@ class Peer:
             try:
                 taken = link.send_nowait((frame,))
             except TransportError:
-                return  # the pump will see the break, and the session still has the frame
+                self.outbox.append(frame)  # nothing overtakes it until the pump sees the break; the session has it, too
+                return
             if taken:
                 if link.blocked:
                     self.poller.watch(link.fileno(), True)

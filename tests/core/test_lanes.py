@@ -21,10 +21,13 @@ from monarch import compiled
 from monarch.core import chain
 from monarch.core.driver import Signal
 from monarch.core.envelope import Envelope, Flag, Kind
+from monarch.core.ids import ProcId, Uid
 from monarch.core.mailbox import Mailbox, size_of
 from monarch.core.monitor import Down
+from monarch.core.peer import Peer
+from monarch.core.poller import Poller
 from monarch.core.protocol import FrameType, Session
-from monarch.errors import RemoteProtocolError
+from monarch.errors import LinkSevered, RemoteProtocolError
 from monarch.transports import ring
 from monarch.wake import Wake
 
@@ -191,6 +194,25 @@ def test_numbers_come_from_an_iterator_or_from_nowhere(make: Make) -> None:
     with pytest.raises(TypeError):
         post((way, 5, 7, 0))
     assert way.state == (0, 0, 0)
+
+
+def test_nothing_overtakes_what_a_broken_link_refused(make: Make) -> None:
+    way = make()
+
+    class Link:
+        """Whose stream is broken, and not its ring."""
+
+        lane, blocked = way.lane, False
+
+        def send_nowait(self, frames: object) -> int:
+            raise LinkSevered("it broke")
+
+    sender: Any = Peer(ProcId(Uid.instance("p")), way.session, Poller(), 1 << 20, lambda peer: None)
+    sender.link, sender.lane = Link(), way.lane
+
+    assert sender.send([b"large"]) is None
+
+    assert not post((sender, way.counter, 7, 0)) and way.session.sent == 1 and way.writer.position == 0
 
 
 def test_only_a_sleeper_is_woken(make: Make) -> None:

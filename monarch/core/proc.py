@@ -335,12 +335,12 @@ class Proc:
             log.error("request.unknown", request=name)
             self.bounce(envelope, Down("failed", f"this process knows no request {name!r}"))
             return
-        try:
-            with undisturbed():  # an interrupt on its way could leave a process half launched
+        with undisturbed():  # an interrupt on its way could leave a process half launched
+            try:
                 handler(envelope, *arguments)
-        except Exception as error:
-            log.exception("request.failed", request=name)
-            self.bounce(envelope, Down("failed", f"request {name} failed: {type(error).__name__}: {error}"))
+            except Exception as error:
+                log.exception("request.failed", request=name)
+                self.bounce(envelope, Down("failed", f"request {name} failed: {type(error).__name__}: {error}"))
 
     def _bounced(self, envelope: Envelope, down: Down) -> None:
         """A message that an actor here sent was not delivered: whoever waits for its answer hears, else its sender."""

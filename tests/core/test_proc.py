@@ -271,3 +271,25 @@ def test_what_an_agent_has_begun_it_ends_before_an_interrupt_counts(net: Net) ->
         proc.tell(proc.proc_id, "interrupted")
 
     assert done == ["all of it"]
+
+
+def test_what_the_handler_of_an_alarm_raises_is_no_failure_of_a_request(net: Net) -> None:
+    class TimeIsOver(Exception): ...
+
+    def ring(*_: object) -> None:
+        raise TimeIsOver
+
+    proc = net.proc("a")
+    answer, waiting = net.port(proc)
+    proc.handlers["interrupted"] = lambda envelope: signal.raise_signal(signal.SIGALRM)
+    old = signal.signal(signal.SIGALRM, ring)
+    try:
+        with pytest.raises(TimeIsOver):
+            proc.send(
+                Envelope(Kind.SYSTEM, proc.key, 1, 0, proc.key, 1, codec.encode(("interrupted",)), reply_port=answer),
+                None,
+            )
+    finally:
+        signal.signal(signal.SIGALRM, old)
+
+    assert not waiting.bounces

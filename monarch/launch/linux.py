@@ -38,6 +38,7 @@ _PF_EXITING: Final = 0x4  # linux/sched.h: a flag of a task
 # Of an entry in /proc/pid/pagemap, the highest byte: present, mapped by this process alone, and not of a file.
 _OWN: Final = re.compile(b"\x81+")
 _PAGES_AT_ONCE: Final = 512
+_MOST_LOOKED_AT_BYTES: Final = 4 << 30  # of a mapping; a GiB takes 4 ms, and who reserves more writes to little of it
 
 
 @functools.cache
@@ -264,11 +265,13 @@ def private_mappings() -> list[tuple[int, int]]:
 
 def own_pages() -> Iterator[tuple[int, int]]:
     """Which pages of its `private_mappings` this process shares with no other, as address and size of each stretch;
-    none where the kernel does not tell. To look takes few pages itself."""
+    none where the kernel does not tell, and none of huge mappings. To look takes few pages itself."""
     page = os.sysconf("SC_PAGE_SIZE")
     high = 7 if sys.byteorder == "little" else 0
     with contextlib.suppress(OSError), open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
         for start, end in private_mappings():
+            if end - start > _MOST_LOOKED_AT_BYTES:
+                continue
             for at in range(start, end, _PAGES_AT_ONCE * page):
                 some = min(_PAGES_AT_ONCE, (end - at) // page)
                 entries = os.pread(pagemap.fileno(), some * 8, at // page * 8)

@@ -119,3 +119,17 @@ first = in_child(limited, written.fork)
 print(json.dumps([first, in_child(lambda: [1], written.fork)]))
 """
     assert told(program) == [[3, 4, 50], [1]]
+
+
+def test_a_huge_mapping_is_not_looked_at() -> None:
+    """One of a TiB would take seconds."""
+    program = """
+import time
+reserved = mmap.mmap(-1, 1 << 40, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000)  # MAP_NORESERVE
+reserved[0] = 1
+at = ctypes.addressof(ctypes.c_char.from_buffer(reserved))
+began_s = time.monotonic()
+found = [start for start, _ in linux.own_pages() if at <= start < at + len(reserved)]
+print(json.dumps([found, own() == list(range(100)), time.monotonic() - began_s < 2]))
+"""
+    assert told(program) == [[], True, True]

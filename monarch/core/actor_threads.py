@@ -14,6 +14,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
 
+from monarch.log import get_logger
+
+log = get_logger("monarch.actor_threads")
+
 Run = Callable[[], None]
 Failed = Callable[[Exception], None]
 
@@ -51,7 +55,10 @@ def _start_next() -> None:
         try:
             _start(name, run)
         except Exception as error:
-            failed(error)
+            try:
+                failed(error)
+            except Exception:  # there is no memory, say: it costs no other its thread
+                log.exception("actor_thread.failed", thread=name)
         else:
             return
 

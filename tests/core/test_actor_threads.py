@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 
@@ -97,3 +98,21 @@ def test_each_that_the_system_refuses_is_told_and_others_start_again(monkeypatch
 
     run_on_thread("actor", ran.set, refuse)
     assert ran.wait(LIMIT_S)
+
+
+def test_one_whose_refusal_fails_costs_no_other_its_thread(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    all_run, start = threading.Semaphore(0), threading.Thread.start
+
+    def may_start(thread: threading.Thread) -> None:
+        if thread.name == "refused":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", may_start)
+    with caplog.at_level(logging.CRITICAL, "monarch"):
+        for at in range(40):
+            run_on_thread("refused" if at % 2 else "started", all_run.release, refuse)
+
+        assert all(all_run.acquire(timeout=LIMIT_S) for _ in range(20))

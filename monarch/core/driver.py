@@ -5,12 +5,14 @@ thread at a time. A thread that has to wait for something (a reply, a message) w
 
 - `ThreadDriver`: a side thread pumps, always. Each message costs a hop from it to the thread that waits.
 - `CallerDriver`: the thread that waits pumps until its own signal is set (the leader); others that wait meanwhile
-  follow. One of them, the deputy, takes over when the leader has been away for `_BACK_S`, which is most often back by
-  then. A side thread takes over where no waiting thread has led for `_TAKE_OVER_S`, because they are all in user code,
-  and gives the lead back as soon as one asks for it; it looks that often, and less often, down to every
-  `_LONGEST_PAUSE_S`, while it is not needed. A follower for which the leader takes in one message after the other, and
-  nothing for itself, inherits the lead. So a call between two processes needs no thread hop, and acknowledgements never
-  wait for user code. Who waits for a thread of this very process looks for that first, and needs nobody who pumps.
+  follow. One of them, the deputy, takes over when the leader has been away for `_BACK_S`. Most often it is back by
+  then: it sets the deputy an alarm when it leaves, and takes that back. Where it leaves all the time, the deputy goes
+  on patrol: it looks for the leader itself, every `_PATROL_S`, until the leader idles. A side thread takes over where
+  no waiting thread has led for `_TAKE_OVER_S`, because they are all in user code, and gives the lead back as soon as
+  one asks for it; it looks that often, and less often, down to every `_LONGEST_PAUSE_S`, while it is not needed. A
+  follower for which the leader takes in one message after the other, and nothing for itself, inherits the lead. So a
+  call between two processes needs no thread hop, and acknowledgements never wait for user code. Who waits for a
+  thread of this very process looks for that first, and needs nobody who pumps.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ _LONGEST_PAUSE_S: Final = 0.040
 """Of the side thread, while calls follow each other: to look takes 50 to 200 us, in each of many processes."""
 _BACK_S: Final = 200e-6
 """A short endpoint takes 20 us; to wake a thread for the time, and again to give the lead back, 100 us and more."""
+_PATROL_S: Final = 1e-3
+"""To set a timer and to take it back takes 10 us in a virtual machine, of the 45 of a call; to look 20 us each time."""
 _ALARMS: Final = 32
 """So often a resting side thread is spared the waking; then calls are so frequent that it had better look itself."""
 _INHERITS_AT: Final = 4
@@ -254,6 +258,7 @@ class CallerDriver:
         self._deputy = threading.Lock()  # held by the follower that keeps the watch
         self._deputy_sleeps = False  # and is to be called; while it looks, it will see for itself
         self._deputy_is_called = False
+        self._calls = 0  # for the deputy, since it was on patrol last
         self._pause_s = _TAKE_OVER_S  # of the side thread, between two looks
         self._is_wanted = False  # something has waited for a pump since the last one
 
@@ -339,8 +344,9 @@ class CallerDriver:
         """This thread has left the lead, and is back soon, perhaps."""
         watch = self._watch
         if watch is not None and self._deputy.locked() and self._heir is None:
-            if self._deputy_sleeps:
+            if self._deputy_sleeps and self._calls <= _ALARMS:
                 self._deputy_is_called = True
+                self._calls += 1
                 watch.call(_BACK_S)
         else:
             self._promote()
@@ -356,7 +362,8 @@ class CallerDriver:
         watch = self._watch
         if watch is not None and self._deputy_is_called:
             self._deputy_is_called = False
-            watch.call(None)
+            if self._calls <= _ALARMS:  # the last one sends it on patrol
+                watch.call(None)
         if self._side_is_alert and self._alarms <= _ALARMS:  # the last one wakes it
             self._side_is_alert = False
             self._alarm.set(None)
@@ -385,9 +392,7 @@ class CallerDriver:
             return
         try:
             if not signal.look():
-                self._deputy_sleeps = True
-                if self._lead.locked():  # who leaves from now on calls
-                    signal.keep(watch, left_s)
+                self._stand_by(signal, watch, left_s, held)
         finally:
             self._deputy_sleeps = False
             self._deputy.release()
@@ -395,6 +400,26 @@ class CallerDriver:
                 self._alert_side()
                 if signal.is_set or held.noted:
                     self._promote()
+
+    def _stand_by(self, signal: Signal, watch: Watch, left_s: float | None, held: Held | NothingHeld) -> None:
+        """As the deputy: sleep until nudged, or until the leader has been away for long enough."""
+        deadline_s = None if left_s is None else time.monotonic() + left_s
+        while True:
+            on_patrol, leads = self._calls > _ALARMS, self._leads
+            self._deputy_sleeps = not on_patrol
+            if not on_patrol and not self._lead.locked():
+                return  # who leaves from now on calls
+            signal.keep(watch, _PATROL_S if on_patrol and (left_s is None or left_s > _PATROL_S) else left_s)
+            now_s = time.monotonic()
+            left_s = None if deadline_s is None else deadline_s - now_s
+            is_over = signal.is_set or held.noted or self._stopping or (left_s is not None and left_s <= 0)
+            if is_over or self._heir is signal or signal not in self._followers or self._calls <= _ALARMS:
+                return
+            if not self._lead.locked():
+                if now_s - self._led_at_s >= _BACK_S:
+                    return
+            elif self._leads == leads:
+                self._calls = 0  # the leader idles
 
     def _inherits(self, signal: Signal) -> bool:
         """Whether this follower is to be the next leader, from now on."""

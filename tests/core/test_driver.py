@@ -305,6 +305,69 @@ def test_a_deputy_leads_when_the_leader_stays_away(
     assert links.by[-1] == thread.ident
 
 
+def _on_patrol(caller: CallerDriver, links: Links, deputy: Signal) -> threading.Thread:
+    """As `_stand_by`, after so many calls that the deputy looks itself."""
+    thread = _stand_by(caller, links, deputy)
+    caller._calls = driver_module._ALARMS + 1
+    deputy.nudge()
+    _until(lambda: not caller._deputy_sleeps)
+    return thread
+
+
+def test_a_deputy_that_is_called_all_the_time_looks_itself_and_costs_no_timer(
+    caller: CallerDriver, links: Links, deputy: Signal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times: list[float | None] = []
+    assert caller._watch is not None
+    thread = _stand_by(caller, links, deputy)
+    monkeypatch.setattr(caller._watch, "call", times.append)
+    for _ in range(100):
+        _lead_once(caller, links)
+    most = driver_module._ALARMS
+    assert (times.count(1000.0), times.count(None)) == (most, most), "one was before; the last is to ring"
+
+    deputy.nudge()  # in place of the alarm
+    _until(lambda: not caller._deputy_sleeps)
+    for _ in range(100):
+        _lead_once(caller, links)
+    assert times.count(1000.0) == most and thread.ident not in links.by
+    deputy.notify()
+    _join(thread)
+
+
+def test_a_deputy_on_patrol_leads_when_the_leader_stays_away(
+    caller: CallerDriver, links: Links, deputy: Signal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    thread = _on_patrol(caller, links, deputy)
+    monkeypatch.setattr("monarch.core.driver._BACK_S", 200e-6)
+    links.post(deputy.notify)
+    _join(thread)
+    assert links.by[-1] == thread.ident
+
+
+def test_a_deputy_goes_home_when_the_leader_idles(caller: CallerDriver, links: Links, deputy: Signal) -> None:
+    thread = _on_patrol(caller, links, deputy)
+    signal = Signal()
+    leader = _start(lambda: caller.wait(signal, _LIMIT_S) and None)
+    _until(lambda: caller._deputy_sleeps and not caller._calls)
+    links.post(signal.notify)
+    _join(leader)
+    deputy.notify()
+    _join(thread)
+
+
+def test_a_deputy_on_patrol_waits_for_no_longer_than_it_wants(
+    caller: CallerDriver, links: Links, deputy: Signal
+) -> None:
+    caller._calls = driver_module._ALARMS + 1
+    signal = Signal()
+    leader = _start(lambda: caller.wait(signal, _LIMIT_S) and None)
+    _until(lambda: bool(signal.pumping))
+    assert not caller.wait(deputy, 0.01)
+    links.post(signal.notify)
+    _join(leader)
+
+
 def test_when_the_deputy_leaves_meanwhile_the_side_thread_takes_over(
     caller: CallerDriver, links: Links, deputy: Signal
 ) -> None:

@@ -346,34 +346,41 @@ class Future(Generic[R]):
         if not self._done:
             wait = None if call is None else call.wait_of(self)
             if wait is None:
-                yield from self._bridge().__await__()
+                yield from self._wait_on_loop()
             else:
                 task = asyncio.current_task()
                 wait.begin(task)
                 try:
-                    yield from self._bridge().__await__()
+                    yield from self._wait_on_loop()
                 finally:
                     wait.end(task)
         return self._resolve()
 
-    def _bridge(self) -> asyncio.Future[None]:
-        """An asyncio future of the running loop that completes with this one; cancelling it leaves this one alone."""
-        loop = asyncio.get_running_loop()
+    def _wait_on_loop(self) -> Generator[Any, None, None]:
+        """Until this is done; a task that is cancelled meanwhile leaves it alone."""
+        loop: Any = asyncio.get_running_loop()
         bridge: asyncio.Future[None] = loop.create_future()
+        complete, thread = getattr(loop, "complete", None), threading.get_ident()
 
         def finish() -> None:
             if not bridge.done():
                 bridge.set_result(None)
 
         def on_done() -> None:
+            if complete is not None and threading.get_ident() == thread:
+                complete(bridge)
+                return
             try:
                 loop.call_soon_threadsafe(finish)
             except RuntimeError:
                 pass  # the loop is closed: nobody waits any more
 
         self._on_done(on_done)
-        bridge.add_done_callback(lambda b: self._discard_callback(on_done) if b.cancelled() else None)
-        return bridge
+        try:
+            yield from bridge.__await__()
+        finally:
+            if not self._done:
+                self._discard_callback(on_done)
 
     def as_asyncio(self) -> asyncio.Future[R]:
         """An asyncio future of the running loop with the same result.

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from monarch.core.driver import Signal, _sleep_until_set
+from monarch.core.future import Future
 from monarch.core.loop import ActorLoop, hidden_loop
 
 
@@ -23,6 +24,19 @@ class _NoLinks:
 
     def wait(self, signal: Signal, timeout_s: float | None = None) -> bool:
         return _sleep_until_set(signal, timeout_s)
+
+
+class _Answers(_NoLinks):
+    """Does something before the first wait."""
+
+    def __init__(self, then: Callable[[], object]) -> None:
+        self.then: Callable[[], object] | None = then
+
+    def wait(self, signal: Signal, timeout_s: float | None = None) -> bool:
+        then, self.then = self.then, None
+        if then is not None:
+            then()
+        return super().wait(signal, timeout_s)
 
 
 @pytest.fixture
@@ -408,3 +422,42 @@ def test_a_hidden_loop_is_shown_to_a_handler_of_its_errors(loop: ActorLoop) -> N
         return asyncio._get_running_loop()
 
     assert _run(loop, look()) is loop
+
+
+def test_what_a_task_waits_for_is_completed_from_inside_the_wait_for_messages() -> None:
+    """As by the thread itself, which takes the answer in while it waits; nobody else wakes it."""
+    future: Future[int] = Future._pending(None)
+    driver = _Answers(lambda: future._complete(lambda: 7))
+    loop = ActorLoop(Signal(), driver)  # type: ignore[arg-type]
+    loop.set_turn(lambda: None)
+
+    async def wait() -> int:
+        return await future
+
+    assert loop.run_until_complete(asyncio.wait_for(wait(), 10)) == 7
+    loop.close()
+
+
+def test_a_task_that_is_cancelled_leaves_what_it_waits_for_alone(loop: ActorLoop) -> None:
+    future: Future[int] = Future._pending(None)
+
+    async def wait() -> None:
+        await future
+
+    async def cancelled() -> None:
+        task = loop.create_task(wait())
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+
+    loop.run_until_complete(cancelled())
+    assert not future._callbacks
+    future._complete(lambda: 7)
+    assert future.get(0) == 7
+
+
+def test_a_loop_that_is_closed_completes_nothing(loop: ActorLoop) -> None:
+    waiter: asyncio.Future[None] = asyncio.Future(loop=loop)
+    loop.close()
+    loop.complete(waiter)
+    assert not waiter.done()

@@ -181,7 +181,10 @@ class OneReply(CallSink, Generic[R]):
 
     def deliver(self, envelope: Envelope) -> None:
         self._close()
-        self.future._complete(partial(decode_value, envelope, self._members), self._trouble_of(envelope))
+        if envelope.flags & Flag.ERROR:
+            self.future._complete(partial(decode_value, envelope, self._members), self._trouble_of(envelope))
+        else:
+            self.future._complete(partial(_rebuilt, envelope, self._members))
 
     def bounced(self, envelope: Envelope, down: Down) -> None:
         self._close()

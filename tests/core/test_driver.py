@@ -294,17 +294,6 @@ def test_a_leader_that_is_back_soon_wakes_nobody(caller: CallerDriver, links: Li
     _join(thread)
 
 
-def test_a_deputy_leads_when_the_leader_stays_away(
-    caller: CallerDriver, links: Links, deputy: Signal, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    thread = _stand_by(caller, links, deputy)
-    monkeypatch.setattr("monarch.core.driver._BACK_S", 200e-6)
-    _lead_once(caller, links)
-    links.post(deputy.notify)
-    _join(thread)
-    assert links.by[-1] == thread.ident
-
-
 def _on_patrol(caller: CallerDriver, links: Links, deputy: Signal) -> threading.Thread:
     """As `_stand_by`, after so many calls that the deputy looks itself."""
     thread = _stand_by(caller, links, deputy)
@@ -312,6 +301,22 @@ def _on_patrol(caller: CallerDriver, links: Links, deputy: Signal) -> threading.
     deputy.nudge()
     _until(lambda: not caller._deputy_sleeps)
     return thread
+
+
+@pytest.mark.parametrize("stand_by", [_stand_by, _on_patrol])
+def test_a_deputy_leads_when_the_leader_stays_away(
+    stand_by: Callable[[CallerDriver, Links, Signal], threading.Thread],
+    caller: CallerDriver,
+    links: Links,
+    deputy: Signal,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    thread = stand_by(caller, links, deputy)
+    monkeypatch.setattr("monarch.core.driver._BACK_S", 200e-6)
+    _lead_once(caller, links)
+    links.post(deputy.notify)
+    _join(thread)
+    assert links.by[-1] == thread.ident
 
 
 def test_a_deputy_that_is_called_all_the_time_looks_itself_and_costs_no_timer(
@@ -333,16 +338,6 @@ def test_a_deputy_that_is_called_all_the_time_looks_itself_and_costs_no_timer(
     assert times.count(1000.0) == most and thread.ident not in links.by
     deputy.notify()
     _join(thread)
-
-
-def test_a_deputy_on_patrol_leads_when_the_leader_stays_away(
-    caller: CallerDriver, links: Links, deputy: Signal, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    thread = _on_patrol(caller, links, deputy)
-    monkeypatch.setattr("monarch.core.driver._BACK_S", 200e-6)
-    links.post(deputy.notify)
-    _join(thread)
-    assert links.by[-1] == thread.ident
 
 
 def test_a_deputy_goes_home_when_the_leader_idles(caller: CallerDriver, links: Links, deputy: Signal) -> None:

@@ -186,9 +186,7 @@ class Proc:
         caller's process is full."""
         key, flags = call.src_proc, flags | Flag.SILENT
         if key == self.key:
-            sink = self.ports.get(call.reply_port)
-            if sink is not None:
-                sink.deliver(call.reply(parts, flags))
+            self.deliver(call.reply(parts, flags))
             return
         peer = None if call.via or self.gateway.is_closed else self.gateway.peers.get(key)
         if peer is not None and peer.lane is not None:

@@ -41,7 +41,7 @@
 #define PAUSE() atomic_signal_fence(memory_order_seq_cst)
 #endif
 
-enum { VERSION = 11 }; /* of what Python calls here; compiled.py names the one that it needs */
+enum { VERSION = 12 }; /* of what Python calls here; compiled.py names the one that it needs */
 enum { HEAD_BYTES = 256, MOST_PARTS = 32, LOOKS_EACH = 64 };
 #define SKIP UINT32_MAX
 #define ENCODED (UINT32_C(1) << 31)
@@ -1001,8 +1001,8 @@ typedef struct {
     PyObject *expected; /* a dict: (process, actor) -> the number that comes next */
     PyObject *waiting;  /* a dict of messages that came before others; of any, Python looks at what comes */
     PyObject *behind;   /* a list of what is to be done once messages are here, likewise */
+    PyObject *closed;   /* why nothing is accepted any more, or None */
     long long come_bytes, weigh_at_bytes;
-    char is_open;
 } Inbox;
 
 static PyObject *name_of_is_set, *name_of_pumping, *name_of_wake, *name_of_bell, *name_of_lock, *name_of_owned, *name_of_fd,
@@ -1016,6 +1016,7 @@ static int inbox_traverse(Inbox *self, visitproc visit, void *arg) {
     Py_VISIT(self->expected);
     Py_VISIT(self->waiting);
     Py_VISIT(self->behind);
+    Py_VISIT(self->closed);
     return 0;
 }
 
@@ -1026,6 +1027,7 @@ static int inbox_clear(Inbox *self) {
     Py_CLEAR(self->expected);
     Py_CLEAR(self->waiting);
     Py_CLEAR(self->behind);
+    Py_CLEAR(self->closed);
     return 0;
 }
 
@@ -1123,7 +1125,7 @@ static PyObject *envelope_here(Inbox *to, const struct message *message, PyObjec
 }
 
 static int has_room(const Inbox *to, long long size) {
-    return to->is_open && to->calls && to->signal && to->come_bytes + size <= to->weigh_at_bytes;
+    return to->closed == Py_None && to->calls && to->signal && to->come_bytes + size <= to->weigh_at_bytes;
 }
 
 /* It has room. -1: an exception is set */
@@ -1536,7 +1538,7 @@ static PyMemberDef inbox_fields[] = {
     {"message", T_OBJECT_EX, offsetof(Inbox, message), 0, NULL},
     {"come_bytes", T_LONGLONG, offsetof(Inbox, come_bytes), 0, NULL},
     {"weigh_at_bytes", T_LONGLONG, offsetof(Inbox, weigh_at_bytes), 0, NULL},
-    {"is_open", T_BOOL, offsetof(Inbox, is_open), 0, NULL},
+    {"closed", T_OBJECT_EX, offsetof(Inbox, closed), 0, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 static PyType_Slot inbox_slots[] = {

@@ -81,7 +81,7 @@ class Inbox:
     message: type[Envelope]
     come_bytes: int
     weigh_at_bytes: int
-    is_open: bool
+    closed: object | None
 
 def post(
     targets: Targets,

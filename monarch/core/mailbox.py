@@ -32,7 +32,7 @@ class _Inbox:
         come_bytes: what has come since the last `weigh`, and what it found; an upper limit of what is queued. It grows
             at any time.
         weigh_at_bytes: with more, who puts a call in has to weigh.
-        is_open: whether the compiled part may put calls in.
+        closed: why nothing is accepted any more, or None.
     """
 
     __slots__ = (
@@ -40,8 +40,8 @@ class _Inbox:
         "_expected",
         "_waiting",
         "calls",
+        "closed",
         "come_bytes",
-        "is_open",
         "message",
         "signal",
         "weigh_at_bytes",
@@ -52,7 +52,7 @@ class _Inbox:
     signal: Signal
     come_bytes: int
     weigh_at_bytes: int
-    is_open: bool
+    closed: Down | None
     _expected: dict[tuple[int, int], int]  # (process, actor) -> the number of its next message
     _waiting: dict[tuple[int, int], dict[int, Envelope]]  # those that came before others of their senders
     _behind: list[tuple[tuple[int, int], int, Callable[[], None]]]  # what is to be done once messages are here
@@ -65,18 +65,16 @@ if not TYPE_CHECKING and compiled.part is not None:
 class Mailbox(_Inbox):
     """`put` may be called from any thread, `take` from the actor's. After `close`, nothing more goes in."""
 
-    __slots__ = ("_lock", "_sealed", "closed", "controls", "told_full")
+    __slots__ = ("_lock", "_sealed", "controls", "told_full")
 
     def __init__(self, signal: Signal, weigh_at_bytes: int = _NEVER) -> None:
         self.signal, self.message = signal, Envelope
         self.calls = deque()
         self.come_bytes, self.weigh_at_bytes = 0, min(weigh_at_bytes, _NEVER)
-        self.is_open = True
         self._lock = threading.Lock()
         self.controls: deque[Callable[[], None]] = deque()
         """What the runtime is to do on the actor's thread."""
-        self.closed: Down | None = None
-        """Why nothing is accepted any more."""
+        self.closed = None
         self._sealed = False
         self._expected, self._waiting, self._behind = {}, {}, []
         self.told_full: dict[int, int] = {}
@@ -179,7 +177,6 @@ class Mailbox(_Inbox):
     def close(self, down: Down) -> None:
         """Refuse what comes from now on, with `down`; what is queued stays, to be drained."""
         with self._lock:
-            self.is_open = False
             if self.closed is None:
                 self.closed = down
         self.signal.notify()

@@ -68,10 +68,9 @@ def ssh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ...]]:
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
     (folder / "sshd_config").write_text(textwrap.dedent(_SERVER).format(folder=folder))
     with ExitStack() as stack:
-        run = Path("/run/sshd")  # where sshd locks up the part of it that listens to strangers
-        if not run.exists():
-            run.mkdir()
-            stack.callback(run.rmdir)
+        # Where sshd locks up the part of it that listens to strangers. It stays, empty, as after an sshd of the system:
+        # without it, those of tests that run beside these would turn everybody away.
+        Path("/run/sshd").mkdir(exist_ok=True)
         hosts = stack.enter_context(netns.network(2))
         names = ""
         for i, host in enumerate(hosts):

@@ -3,8 +3,8 @@
  *
  * A ring of frames in memory that two processes share: one pushes, one pops. The memory: a head of 256 bytes with `tail`
  * (how many bytes were ever pushed) and `head` (ever popped), each on a cache line of its own, and `asleep`, which the reader
- * sets before it sleeps, and the writer clears when it wakes it, or the reader when it is awake. Then the data, a power of
- * two. A record is contiguous and begins at a multiple of 8: `struct record`, the sizes of the parts, the parts. Where a
+ * sets before it sleeps, to what wakes it, and the writer clears when it does, or the reader when it is awake. Then the data,
+ * a power of two. A record is contiguous and begins at a multiple of 8: `struct record`, the sizes of the parts, the parts. Where a
  * record would wrap around, the rest of the data is skipped by a record of size SKIP.
  *
  * A frame that was encoded already, for the stream beside, is pushed as `bytes`, and its record marked ENCODED; what it
@@ -41,8 +41,9 @@
 #define PAUSE() atomic_signal_fence(memory_order_seq_cst)
 #endif
 
-enum { VERSION = 12 }; /* of what Python calls here; compiled.py names the one that it needs */
+enum { VERSION = 13 }; /* of what Python calls here; compiled.py names the one that it needs */
 enum { HEAD_BYTES = 256, MOST_PARTS = 32, LOOKS_EACH = 64 };
+enum { AWAKE, WOKEN_BY_STREAM, WOKEN_BY_BELL }; /* of a reader: what `asleep` says */
 #define SKIP UINT32_MAX
 #define ENCODED (UINT32_C(1) << 31)
 
@@ -73,7 +74,8 @@ typedef struct {
     uint64_t after;  /* frames that went, or came, another way so far */
     uint64_t made;   /* reader: the number of the last message that was made of a record; for the session it has come
                         once it has been delivered */
-    char attended;   /* reader: whoever polls looks here before it sleeps */
+    int bell;        /* writer: an eventfd of the reader's process */
+    char attended;   /* reader: whoever polls looks here before it sleeps, and hears the bell */
     char armed;      /* reader: `asleep` was set, and nobody has looked since */
 } Ring;
 
@@ -87,11 +89,12 @@ static uint64_t now_ns(void) {
 
 static int ring_init(Ring *self, PyObject *args, PyObject *kwargs) {
     PyObject *memory, *keep;
+    int is_reader = Py_TYPE((PyObject *)self) == ReaderType;
     if (self->ring) {
         PyErr_SetString(PyExc_TypeError, "a ring is initialized once");
         return -1;
     }
-    if (!PyArg_ParseTuple(args, "OO", &memory, &keep)) return -1;
+    if (!PyArg_ParseTuple(args, is_reader ? "OO" : "OOi", &memory, &keep, &self->bell)) return -1;
     if (PyObject_GetBuffer(memory, &self->memory, PyBUF_WRITABLE)) return -1;
     uint64_t capacity = (uint64_t)self->memory.len - HEAD_BYTES;
     if (self->memory.len < HEAD_BYTES + 64 || capacity & (capacity - 1) || (uintptr_t)self->memory.buf % 64) {
@@ -104,8 +107,8 @@ static int ring_init(Ring *self, PyObject *args, PyObject *kwargs) {
     self->data = (char *)self->memory.buf + HEAD_BYTES;
     self->capacity = capacity;
     self->ring = (shared *)self->memory.buf;
-    if (Py_TYPE((PyObject *)self) == ReaderType) { /* it sleeps until somebody looks */
-        atomic_store(&self->ring->asleep, 1);
+    if (is_reader) { /* it sleeps until somebody looks */
+        atomic_store(&self->ring->asleep, WOKEN_BY_STREAM);
         self->armed = 1;
     }
     return 0;
@@ -251,9 +254,13 @@ static int writer_come_after(Ring *self, PyObject *value, void *closure) {
     return 0;
 }
 
-static int rouse(Ring *self) {
+static int rouse(Ring *self) { /* 1: the reader sleeps, and is to be woken by the stream */
     atomic_thread_fence(memory_order_seq_cst);
-    return atomic_load_explicit(&self->ring->asleep, memory_order_relaxed) && atomic_exchange(&self->ring->asleep, 0);
+    if (atomic_load_explicit(&self->ring->asleep, memory_order_relaxed) == AWAKE) return 0;
+    uint32_t woken_by = atomic_exchange(&self->ring->asleep, AWAKE);
+    uint64_t once = 1;
+    if (woken_by != WOKEN_BY_BELL) return woken_by != AWAKE;
+    return write(self->bell, &once, sizeof once) < 0; /* then the other way */
 }
 
 static PyObject *writer_rouse(Ring *self, PyObject *unused) { return is_ready(self) ? PyBool_FromLong(rouse(self)) : NULL; }
@@ -666,14 +673,15 @@ static PyObject *decoded(Ring *self, PyObject *parts) { /* takes `parts` over; N
 }
 
 static int fall_asleep(Ring *self) { /* 0: it may not, something is there */
-    atomic_store_explicit(&self->ring->asleep, 1, memory_order_relaxed);
+    atomic_store_explicit(&self->ring->asleep, self->attended ? WOKEN_BY_BELL : WOKEN_BY_STREAM, memory_order_relaxed);
     self->armed = 1;
     atomic_thread_fence(memory_order_seq_cst);
     return !something_is_there(self);
 }
 
-static void wake_up(Ring *self) { /* its writer need not ring any more; where it has, that is still to be seen */
-    if (self->armed && atomic_exchange(&self->ring->asleep, 0)) self->armed = 0;
+static void wake_up(Ring *self) { /* its writer need not ring any more */
+    if (self->armed) atomic_store_explicit(&self->ring->asleep, AWAKE, memory_order_relaxed);
+    self->armed = 0;
 }
 
 /* What lies elsewhere may be large: somebody who pops does other things, too, as soon as he has so much of it. */
@@ -734,27 +742,17 @@ static PyObject *reader_carry(Ring *self, PyObject *session) {
     Py_RETURN_NONE;
 }
 
-static int was_rung(Ring *self) {
-    if (!self->armed || atomic_load_explicit(&self->ring->asleep, memory_order_relaxed)) return 0;
-    self->armed = 0;
-    return 1;
-}
-
-static PyObject *reader_was_rung(Ring *self, PyObject *unused) { return is_ready(self) ? PyBool_FromLong(was_rung(self)) : NULL; }
-
-static int take_bell(int fd);
 static PyObject *hand_over(PyObject *take, Envelope *message);
 
 /* `pop`, `accept`, a delivery and `took` for each message of the session that is there now, and next. */
 static PyObject *reader_deliver(Ring *self, PyObject *const *args, Py_ssize_t n) {
-    if (n != 5) {
-        PyErr_SetString(PyExc_TypeError, "deliver(take, proc, after, now_s, fd)");
+    if (n != 4) {
+        PyErr_SetString(PyExc_TypeError, "deliver(take, proc, after, now_s)");
         return NULL;
     }
     if (!is_ready(self)) return NULL;
     uint64_t proc = PyLong_AsUnsignedLongLong(args[1]), after = PyLong_AsUnsignedLongLong(args[2]);
     double now_s = PyFloat_AsDouble(args[3]);
-    long fd = PyLong_AsLong(args[4]);
     if (PyErr_Occurred()) return NULL;
     Session *session = (Session *)self->session;
     if (!session || !self->attended) Py_RETURN_FALSE;
@@ -787,7 +785,6 @@ static PyObject *reader_deliver(Ring *self, PyObject *const *args, Py_ssize_t n)
     PyObject *type, *error, *trace;
     PyErr_Fetch(&type, &error, &trace);
     is_all = is_all && delivered && !type; /* what wakes without a message is something else */
-    if (is_all && was_rung(self)) is_all = fd >= 0 && take_bell((int)fd);
     if (acknowledged) forget_until(session, acknowledged); /* last: see there */
     Py_DECREF((PyObject *)session);
     PyErr_Restore(type, error, trace);
@@ -817,7 +814,7 @@ static int reader_decode_by(Ring *self, PyObject *value, void *closure) {
     return 0;
 }
 
-/* ---- the bell: a frame of no parts on the stream, all of it at once or nothing */
+/* ---- the bell of the stream: a frame of no parts, all of it at once or nothing */
 
 static int ring_bell(int fd) {
     uint32_t bell = 0;
@@ -827,12 +824,6 @@ static int ring_bell(int fd) {
 static PyObject *module_ring_bell(PyObject *module, PyObject *arg) {
     long fd = PyLong_AsLong(arg);
     return PyErr_Occurred() ? NULL : PyBool_FromLong(ring_bell((int)fd));
-}
-
-static int take_bell(int fd) {
-    uint32_t bell = 1;
-    if (recv(fd, &bell, sizeof bell, MSG_DONTWAIT | MSG_PEEK) != sizeof bell || bell) return 0;
-    return recv(fd, &bell, sizeof bell, MSG_DONTWAIT) == sizeof bell;
 }
 
 /* ---- a lane: how a session's messages leave through a ring, from the first look to the bell in one step. Nobody else runs
@@ -1413,18 +1404,18 @@ static int append_event(PyObject *list, const struct epoll_event *event) {
 }
 
 static PyObject *module_sleep(PyObject *module, PyObject *const *args, Py_ssize_t n) {
-    if (n != 4 || !PyTuple_Check(args[0]) || !PyTuple_Check(args[1]) || PyTuple_Size(args[0]) != PyTuple_Size(args[1])) {
-        PyErr_SetString(PyExc_TypeError, "sleep(readers, events, epoll, timeout_s): tuples of the same length");
+    if (n != 5 || !PyTuple_Check(args[0]) || !PyTuple_Check(args[1]) || PyTuple_Size(args[0]) != PyTuple_Size(args[1])) {
+        PyErr_SetString(PyExc_TypeError, "sleep(readers, events, epoll, bell, timeout_s): tuples of the same length");
         return NULL;
     }
-    long epoll = PyLong_AsLong(args[2]);
-    double timeout_s = args[3] == Py_None ? -1 : PyFloat_AsDouble(args[3]);
+    long epoll = PyLong_AsLong(args[2]), bell = PyLong_AsLong(args[3]);
+    double timeout_s = args[4] == Py_None ? -1 : PyFloat_AsDouble(args[4]);
     if (PyErr_Occurred()) return NULL;
     PyObject *found = ready_of(args[0], args[1]);
     if (!found) return NULL;
     if (PyList_Size(found)) return Py_BuildValue("(NO)", found, Py_None);
     int timeout_ms = LONGEST_SLEEP_MS, count;
-    if (args[3] != Py_None && timeout_s * 1e3 < LONGEST_SLEEP_MS)
+    if (args[4] != Py_None && timeout_s * 1e3 < LONGEST_SLEEP_MS)
         timeout_ms = timeout_s > 0 ? (int)(timeout_s * 1e3 + (1 - 1e-9)) : 0; /* not before it is over */
     struct epoll_event events[MOST_EVENTS];
     uint64_t began = now_ns();
@@ -1433,11 +1424,19 @@ static PyObject *module_sleep(PyObject *module, PyObject *const *args, Py_ssize_
     Py_END_ALLOW_THREADS;
     int failed = count < 0 ? errno : 0;
     double slept_s = (double)(now_ns() - began) * 1e-9;
-    for (Py_ssize_t i = 0; i < PyTuple_Size(args[0]); i++) wake_up((Ring *)PyTuple_GetItem(args[0], i));
+    int rang = 0;
+    for (int i = 0; i < count; i++) rang |= events[i].data.fd == bell;
+    for (Py_ssize_t i = 0; i < PyTuple_Size(args[0]); i++) {
+        Ring *reader = (Ring *)PyTuple_GetItem(args[0], i);
+        wake_up(reader);
+        if (rang && something_is_there(reader) && !PyErr_Occurred()) PyList_Append(found, PyTuple_GetItem(args[1], i));
+    }
     if (failed == EBADF || failed == EINVAL) PyErr_SetString(PyExc_ValueError, "it is closed");
     else if (failed == EINTR) PyErr_CheckSignals();
     else if (failed) PyErr_SetFromErrno(PyExc_OSError);
-    for (int i = 0; i < count && !PyErr_Occurred(); i++) append_event(found, &events[i]);
+    for (int i = 0; i < count && !PyErr_Occurred(); i++) {
+        if (events[i].data.fd != bell) append_event(found, &events[i]);
+    }
     if (!PyErr_Occurred()) return Py_BuildValue("(Nd)", found, slept_s);
     Py_DECREF(found);
     return NULL;
@@ -1452,7 +1451,6 @@ static PyMethodDef writer_methods[] = {
 };
 static PyMethodDef reader_methods[] = {
     {"pop", (PyCFunction)reader_pop, METH_O, NULL},
-    {"was_rung", (PyCFunction)reader_was_rung, METH_NOARGS, NULL},
     {"deliver", (PyCFunction)(void (*)(void))reader_deliver, METH_FASTCALL, NULL},
     {"carry", (PyCFunction)reader_carry, METH_O, NULL},
     {NULL, NULL, 0, NULL},

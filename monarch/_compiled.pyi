@@ -10,12 +10,14 @@ from monarch.transports.base import Buffer, Frame
 VERSION: int
 
 class Writer:
-    def __init__(self, memory: object, keep: object, /) -> None: ...
+    def __init__(self, memory: object, keep: object, bell: int, /) -> None:
+        """`bell`: that of the reader's process, which `keep` is to keep open."""
     @property
     def position(self) -> int: ...
     after: int
     def push(self, frames: Frames, /) -> int: ...
-    def rouse(self) -> bool: ...
+    def rouse(self) -> bool:
+        """Wake the reader, if it sleeps. True: it sleeps, and polls the stream alone."""
 
 class Reader:
     attended: bool
@@ -24,15 +26,10 @@ class Reader:
     @property
     def position(self) -> int: ...
     def pop(self, after: int, /) -> list[Frame]: ...
-    def was_rung(self) -> bool: ...
     def carry(self, session: object, /) -> None: ...
-    def deliver(self, take: Callable[[Envelope], object], proc: int, after: int, now_s: float, fd: int, /) -> bool:
+    def deliver(self, take: Callable[[Envelope], object], proc: int, after: int, now_s: float, /) -> bool:
         """Give to `take` the messages of the session that are there now, as long as each is the next and for that
         process: as `pop`, with `Session.took` behind each. Whether that was all there is: otherwise, look with `pop`.
-
-        Args:
-            fd: the socket of the stream beside, to take the bell from that has rung for this; -1: in the middle of a
-                frame.
 
         Raises:
             Exception: of `take`. The message counts as taken, those behind it are still there.
@@ -121,11 +118,14 @@ def look(readers: tuple[Reader, ...], epoll: int, time_s: float, bell: bytearray
     """
 
 def sleep(
-    readers: tuple[Reader, ...], events: tuple[tuple[int, int], ...], epoll: int, timeout_s: float | None, /
+    readers: tuple[Reader, ...], events: tuple[tuple[int, int], ...], epoll: int, bell: int, timeout_s: float | None, /
 ) -> tuple[list[tuple[int, int]], float | None]:
     """Those of the `events` whose readers have something, or else, with all of them asleep meanwhile, what `epoll` has
     within the time, as (descriptor, mask). The second is how long it slept, in seconds; None: it did not. The readers
     are awake from then on: whoever pushes while these events are dealt with need not wake them. May return early.
+
+    Args:
+        bell: an eventfd that `epoll` has, edge-triggered; whoever rings it has pushed to one of the readers.
 
     Raises:
         ValueError: the epoll is closed.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FULL", "SENT", "Lane", "Reader", "Take", "Targets", "Writer", "delivery", "part", "post", "why_not"]
 
-_VERSION: Final = 12
+_VERSION: Final = 13
 
 SENT: Final = 1
 FULL: Final = 2

@@ -45,7 +45,7 @@ class OwnedFd:
     """Closed with its last reference: a thread that uses it while another closes must not touch a file that got the
     same number meanwhile."""
 
-    __slots__ = ("fd",)
+    __slots__ = ("__weakref__", "fd")
 
     def __init__(self, fd: int) -> None:
         self.fd = fd

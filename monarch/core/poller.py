@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 from monarch.core.spin import LOOK_S, Spin, cpus
 from monarch.log import get_logger
 from monarch.transports import ring
-from monarch.wake import Wake
+from monarch.wake import OwnedFd, Wake
 
 if TYPE_CHECKING:
     from monarch.compiled import Reader
@@ -53,6 +53,10 @@ class Poller:
         self._running = 0  # the thread that runs handlers
         self._rounds = 0
         self.register(self.waker.fileno(), lambda _: self.waker.clear())
+        self._ring_bell: OwnedFd | None = None
+        if not ring.why_not:
+            self._ring_bell = ring.bell()
+            self._epoll.register(self._ring_bell.fd, select.EPOLLIN | select.EPOLLET)
 
     def register(self, fd: int, handler: Callable[[int], None], reader: Reader | None = None) -> None:
         """Call `handler(events)` whenever `fd` is readable, and with 0 when there is something for `reader`.
@@ -129,7 +133,7 @@ class Poller:
     def _wait(self, timeout_s: float | None, looks: bool) -> list[tuple[int, int]]:
         events, readers = self._looked_at
         spin = self._spin
-        if ring.why_not:
+        if self._ring_bell is None:
             found = spin.look(self._epoll.poll) if looks else []
             return found or self._sleep(timeout_s)
         found = []
@@ -145,7 +149,7 @@ class Poller:
                 return []
             found = list(map(events.__getitem__, ready or ()))
         if not found:
-            found, slept_s = ring.sleep(readers, events, self._epoll_fd, timeout_s)
+            found, slept_s = ring.sleep(readers, events, self._epoll_fd, self._ring_bell.fd, timeout_s)
             if slept_s is not None:
                 spin.slept(slept_s)
                 return found
@@ -179,4 +183,5 @@ class Poller:
         """Let go of everything. `shut` comes first."""
         self._handlers.clear()
         self._timers.clear()
+        self._ring_bell = None
         self.waker.close()

@@ -5,16 +5,23 @@ there are none, and `why_not` says why. What travels in them, and what beside, i
 
 A reader sleeps or is awake. Before it sleeps it says so in the ring, and looks once more; a writer that pushed, and
 finds it asleep, is to wake it (`rouse`). One that is awake costs its writer no system call.
+
+What wakes is the *bell*: an eventfd that all readers of a process have together, and that their writers get with the
+ring. It is polled edge-triggered, and never read. Eight processes that are woken, and wake the one who woke them, take
+36 us with it, in C, and 50 us with bytes on sockets.
 """
 
 from __future__ import annotations
 
 import os
+import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from monarch import compiled
 from monarch.transports.base import BIG_BYTES
 from monarch.transports.segments import Mapping
+from monarch.wake import OwnedFd
 
 if TYPE_CHECKING:
     from monarch.compiled import Reader, Writer
@@ -28,29 +35,53 @@ assert _DATA_BYTES // 8 * 3 <= BIG_BYTES, "a part that gets memory of its own is
 why_not = compiled.why_not
 
 
-def offer() -> tuple[int, Reader]:
-    """A ring to read from, and its descriptor, for the writer.
+_bells: Final = weakref.WeakValueDictionary[int, OwnedFd]()  # by process: a forked child makes its own
+
+
+def bell() -> OwnedFd:
+    """This process's bell, which closes with the last of those who hear it: to be polled edge-triggered."""
+    found = _bells.get(os.getpid())
+    if found is None:
+        found = _bells.setdefault(os.getpid(), OwnedFd(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)))
+    return found
+
+
+def offer() -> tuple[list[int], Reader]:
+    """A ring to read from, and its descriptors, for the writer: the memory, and the bell.
 
     Raises:
         OSError: no memory, or no descriptor.
     """
-    fd = os.memfd_create("monarch-ring", os.MFD_CLOEXEC)
+    heard = bell()
+    fds = [os.memfd_create("monarch-ring", os.MFD_CLOEXEC)]
     try:
-        os.posix_fallocate(fd, 0, _HEAD_BYTES + _DATA_BYTES)  # a page that cannot be had later would be a SIGBUS
-        return fd, compiled.part.Reader(*_mapped(os.dup(fd)))
+        os.posix_fallocate(fds[0], 0, _HEAD_BYTES + _DATA_BYTES)  # a page that cannot be had later would be a SIGBUS
+        fds.append(os.dup(heard.fd))
+        memory, mapping = _mapped(os.dup(fds[0]))
+        return fds, compiled.part.Reader(memory, (mapping, heard))
     except BaseException:
-        os.close(fd)
+        for fd in fds:
+            os.close(fd)
         raise
 
 
-def accept(fd: int) -> Writer:
-    """Write to the ring that another offered; owns `fd`.
+def accept(fds: Sequence[int]) -> Writer:
+    """Write to the ring that another offered; owns `fds`.
 
     Raises:
         OSError: no room in the address space.
         ValueError: this is no ring.
     """
-    return compiled.part.Writer(*_mapped(fd))
+    owned = [OwnedFd(fd) for fd in fds]
+    if len(owned) != 2 or not _is_bell(fds[1]):
+        raise ValueError("a ring is a memory and a bell")
+    memory, mapping = _mapped(os.dup(fds[0]))
+    return compiled.part.Writer(memory, (mapping, owned[1]), fds[1])
+
+
+def _is_bell(fd: int) -> bool:
+    """Writing to something else might block, or be read by others."""
+    return os.readlink(f"/proc/self/fd/{fd}") == "anon_inode:[eventfd]" and not os.get_blocking(fd)
 
 
 def _mapped(fd: int) -> tuple[object, Mapping]:

@@ -7,7 +7,7 @@ descriptors, wakes, and tells how the link ends.
 
 ```
     writer:  push ──────────────── ring ───────────────► pop  :reader
-               └─ asleep? ── stream: bell ── epoll ──────┘
+               └─ asleep? ──── bell ──── epoll ──────────┘
     writer:  send ─────────────── stream ───────────────► recv :reader
 ```
 
@@ -15,9 +15,9 @@ descriptors, wakes, and tells how the link ends.
   stream begins with a part that says up to where the ring comes before it. Either waits for the other at the reader.
 - *Lanes.* As long as all that was sent before is on its way, `compiled.post` pushes messages by itself (`lane`). At the
   other end the ring makes envelopes of those that are next in their session, in place of frames (`carry`).
-- *Waking.* A *bell* is a frame of the stream without even that first part.
-- *Who looks.* A poller that knows of rings looks at them itself before it sleeps, and says so (`attended`); for others
-  every pop that leaves nothing behind puts the reader to sleep.
+- *Who looks.* A poller that knows of rings looks at them itself before it sleeps, and says so (`attended`): it is woken
+  by the bell of its process. For others every pop that leaves nothing behind puts the reader to sleep, and what wakes
+  it is a frame of the stream without even that first part.
 - *Turns.* Where a poller looks, a pop ends once it has some MiB of what lies elsewhere, and the next one goes on.
 - *Death.* A record is seen whole or not at all. What was pushed before the end of the stream is read before the end.
 
@@ -106,9 +106,9 @@ class RingLink:
             _say_once(ring.why_not)
         else:
             try:
-                fd, self.ring = ring.offer()
+                fds, self.ring = ring.offer()
                 self.ring.decode = partial(_decode, self._decoder)
-                departing.append(fd)
+                departing += fds
             except OSError as error:
                 log.info("ring.refused", peer=self.peer, error=str(error))
         offered = list(departing)
@@ -179,11 +179,7 @@ class RingLink:
             self.ring.carry(session)
 
     def deliver(self, take: Callable[[Any], None], proc: int, now_s: float) -> bool:
-        reader = self.ring
-        if reader is None:
-            return False
-        fd = self._fd if self._stream.decoder.is_between_frames else -1
-        return reader.deliver(take, proc, self._received, now_s, fd)
+        return self.ring is not None and self.ring.deliver(take, proc, self._received, now_s)
 
     def _mark(self) -> bytes:
         return _START if self._writer is None else _MARK.pack(self._writer.position)
@@ -196,12 +192,11 @@ class RingLink:
         try:
             if reader is not None:
                 frames = self._pop(reader)
-                reader.was_rung()  # here the bell comes with the stream
             if not self._is_open and not self._open():
                 return frames
             for frame in self._stream.recv_nowait():
                 if not frame:
-                    continue  # a bell
+                    continue  # it was to wake whoever polls
                 mark = frame.pop(0)
                 if reader is not None and mark != _START:
                     place = self._place(mark)
@@ -241,16 +236,19 @@ class RingLink:
         except OSError:
             return True  # the stream tells how it ended
         self._is_open = True
-        if first == _WITH_RING and self._carrier.arrived:
-            self._accept(self._carrier.arrived.popleft())
+        if first == _WITH_RING:
+            fds = list(self._carrier.arrived)
+            self._carrier.arrived.clear()
+            self._accept(fds)
         return True
 
-    def _accept(self, fd: int) -> None:
+    def _accept(self, fds: list[int]) -> None:
         if ring.why_not:
-            os.close(fd)
+            for fd in fds:
+                os.close(fd)
             return
         try:
-            self._writer = ring.accept(fd)
+            self._writer = ring.accept(fds)
             self._writer.after = self._sent
         except (OSError, ValueError) as error:
             log.info("ring.refused", peer=self.peer, error=str(error))

@@ -40,8 +40,8 @@ class Way:
     def __init__(self, most_bytes: int = 1 << 20) -> None:
         self.session, self.there = Session(), Session()
         self.counter = itertools.count()
-        fd, self.reader = ring.offer()
-        self.writer = ring.accept(fd)
+        fds, self.reader = ring.offer()
+        self.writer = ring.accept(fds)
         self.reader.attended = True
         self.reader.carry(self.there)
         self.bells, self._bell = socket.socketpair()
@@ -63,8 +63,8 @@ class Way:
             self.there.took(each.size_bytes, 0.0)
         return got
 
-    def deliver(self, take: Callable[[Any], object], proc: int = 7, *, stream: bool = True) -> bool:
-        return self.reader.deliver(take, proc, 0, 0.0, self.bells.fileno() if stream else -1)
+    def deliver(self, take: Callable[[Any], object], proc: int = 7) -> bool:
+        return self.reader.deliver(take, proc, 0, 0.0)
 
     @property
     def bell_rang(self) -> bool:
@@ -307,30 +307,6 @@ def test_what_is_no_message_for_this_process_is_left_where_it_is(make: Make) -> 
     assert (message.dst_proc, message.seq) == (8, 1) and frame[0][0] == FrameType.HEARTBEAT
 
 
-def test_a_bell_that_rang_for_messages_is_taken_with_them(make: Make) -> None:
-    way = make()
-    post(way.target())  # the reader has been asleep since it was made
-    assert not way.deliver(lambda message: None, stream=False), "in the middle of a frame nobody knows what comes next"
-    assert way.bell_rang
-    way.reader.attended = False
-    way.reader.pop(0)  # sleeps again
-    way.reader.attended = True
-    post(way.target())
-
-    assert way.deliver(lambda message: None)
-    assert not way.bell_rang
-
-
-def test_what_comes_first_in_the_stream_and_is_no_bell_stays_there(make: Make) -> None:
-    way = make()
-    way._bell.send(b"\0\0\0\1frame")
-    post(way.target())
-    delivered: list[Any] = []
-
-    assert not way.deliver(delivered.append) and len(delivered) == 1
-    assert way.bells.recv(100) == b"\0\0\0\1frame" + bytes(4)
-
-
 @pytest.mark.parametrize("error", [None, ValueError])
 def test_messages_acknowledge_what_they_have_met_however_their_delivery_ends(error: Any, make: Make) -> None:
     here, there = make(), make()  # the two directions of a conversation
@@ -339,7 +315,7 @@ def test_messages_acknowledge_what_they_have_met_however_their_delivery_ends(err
     there.lane.open = True
     there.reader.carry(here.session)
     post(here.target())
-    assert here.reader.deliver(lambda message: None, 7, 0, 0.0, here.bells.fileno())
+    assert here.deliver(lambda message: None)
     post(there.target())
 
     def take(message: Any) -> None:

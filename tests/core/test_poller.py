@@ -86,8 +86,8 @@ def test_the_handler_of_a_signal_ends_a_sleep_and_may_raise(poller: Poller) -> N
 @pytest.mark.skipif(bool(ring.why_not), reason=ring.why_not or "there are rings")
 def test_a_sleep_says_what_the_descriptors_have_and_that_it_slept() -> None:
     with select.epoll() as epoll:
-        found, slept_s = ring.sleep((), (), epoll.fileno(), 0.0)
+        found, slept_s = ring.sleep((), (), epoll.fileno(), -1, 0.0)
         assert found == [] and slept_s is not None and slept_s >= 0.0
         closed = epoll.fileno()
     with pytest.raises(ValueError, match="closed"):
-        ring.sleep((), (), closed, None)
+        ring.sleep((), (), closed, -1, None)

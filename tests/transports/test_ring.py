@@ -34,14 +34,14 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def ends():
-    fd, reader = ring.offer()
-    return ring.accept(fd), reader
+    fds, reader = ring.offer()
+    return ring.accept(fds), reader
 
 
 def nothing_is_there(reader) -> bool:
     """Whether it may sleep; it does not go on sleeping."""
     with select.epoll() as epoll:
-        found, slept_s = ring.sleep((reader,), ((1, 0),), epoll.fileno(), 0.0)
+        found, slept_s = ring.sleep((reader,), ((1, 0),), epoll.fileno(), -1, 0.0)
     assert (slept_s is None) == bool(found) and found in ([], [(1, 0)])
     return not found
 
@@ -103,14 +103,49 @@ def test_only_a_sleeper_is_to_be_woken_and_once(ends):
     writer, reader = ends
     writer.push([[b"a"]])
     assert writer.rouse() and not writer.rouse()  # until somebody looks
-    assert reader.was_rung()
     assert not nothing_is_there(reader) and not writer.rouse()  # it may not sleep
     reader.pop(0)
     assert nothing_is_there(reader) and not writer.rouse()  # it is awake
     reader.pop(0)
     writer.push([[b"b"]])
-    assert not reader.was_rung() and writer.rouse() and not writer.rouse()
-    assert reader.was_rung() and not reader.was_rung()
+    assert writer.rouse() and not writer.rouse()
+
+
+@compiled
+def test_who_polls_the_ring_is_woken_by_the_bell_each_time(ends):
+    writer, reader = ends
+    reader.attended = True
+    asleep, got = threading.Semaphore(0), []
+
+    def sleep() -> None:
+        with select.epoll() as epoll:
+            epoll.register(ring.bell().fd, select.EPOLLIN | select.EPOLLET)
+            ring.sleep((), (), epoll.fileno(), ring.bell().fd, 0.0)  # what has rung before
+            while len(got) < 3:
+                asleep.release()
+                found, _ = ring.sleep((reader,), ((5, 0),), epoll.fileno(), ring.bell().fd, WAIT_S)
+                assert found == [(5, 0)]
+                got.extend(reader.pop(0))
+
+    thread = threading.Thread(target=sleep)
+    thread.start()
+    for text in b"a", b"b", b"c":
+        assert asleep.acquire(timeout=WAIT_S)
+        assert writer.push([[text]]) == 1 and not writer.rouse(), "nothing is to go over the stream"
+    thread.join(WAIT_S)
+    assert got == [[b"a"], [b"b"], [b"c"]]
+
+
+@compiled
+def test_a_ring_without_a_bell_is_refused_and_its_descriptors_are_closed():
+    for others in [], list(os.pipe()), [os.eventfd(0)]:  # that one might block
+        (memory, bell), _ = ring.offer()
+        os.close(bell)
+        with pytest.raises(ValueError, match="a bell"):
+            ring.accept([memory, *others])
+        for fd in memory, *others:
+            with pytest.raises(OSError):
+                os.fstat(fd)
 
 
 @compiled
@@ -167,7 +202,7 @@ def test_what_is_no_bell_is_refused(bell):
 )
 def test_what_is_no_frame_is_refused_and_nothing_outside_is_read(garbage):
     memory = mmap.mmap(-1, 256 + 4096)
-    writer, reader = part.Writer(memory, None), part.Reader(memory, None)
+    writer, reader = part.Writer(memory, None, -1), part.Reader(memory, None)
     assert writer.push([[b"good"], [bytes(40)]]) == 2
     memory[256 + 24 : 256 + 24 + len(garbage)] = garbage
     assert reader.pop(0) == [[b"good"]]

@@ -22,7 +22,7 @@ from attrs import define
 
 from monarch.core import gateway as gateway_module
 from monarch.core.cast import Branch, tree
-from monarch.core.driver import Signal, ThreadDriver
+from monarch.core.driver import Lead, Pump, Signal, ThreadDriver
 from monarch.core.envelope import HEAD, Envelope, Flag, Kind
 from monarch.core.ids import ProcId, Uid
 from monarch.core.monitor import Down
@@ -159,7 +159,7 @@ class CountedLink(InprocLink):
 class HandDriver(ThreadDriver):
     """Nobody drives but `World.run`."""
 
-    def start(self, pump: Callable[[float | None], None], wake: Wake, name: str) -> None:
+    def start(self, pump: Pump, lead: Lead, wake: Wake, name: str) -> None:
         pass
 
     def wait(self, signal: Signal, timeout_s: float | None = None) -> bool:

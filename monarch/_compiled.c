@@ -41,7 +41,7 @@
 #define PAUSE() atomic_signal_fence(memory_order_seq_cst)
 #endif
 
-enum { VERSION = 13 }; /* of what Python calls here; compiled.py names the one that it needs */
+enum { VERSION = 14 }; /* of what Python calls here; compiled.py names the one that it needs */
 enum { HEAD_BYTES = 256, MOST_PARTS = 32, LOOKS_EACH = 64 };
 enum { AWAKE, WOKEN_BY_STREAM, WOKEN_BY_BELL }; /* of a reader: what `asleep` says */
 #define SKIP UINT32_MAX
@@ -77,6 +77,7 @@ typedef struct {
     int bell;        /* writer: an eventfd of the reader's process */
     char attended;   /* reader: whoever polls looks here before it sleeps, and hears the bell */
     char armed;      /* reader: `asleep` was set, and nobody has looked since */
+    char is_left;    /* reader: there is something for Python to do */
 } Ring;
 
 static PyTypeObject *WriterType, *ReaderType;
@@ -283,6 +284,8 @@ typedef struct {
     double ack_interval_s, ack_due_s; /* due < 0: nothing is */
     kept *unacked;                    /* the last is number `sent` */
     size_t first, count, room;        /* a power of two, of which `count` are in use, from `first` on */
+    unsigned long long delivered;
+    char ack_is_timed, room_is_awaited;
 } Session;
 
 static PyTypeObject *SessionType, *LaneType, *EnvelopeType, *InboxType, *DeliveryType;
@@ -477,12 +480,18 @@ static PyObject *session_took(Session *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+static int owes_ack(const Session *self) { return self->received != self->acknowledged && self->ack_due_s >= 0; }
+
+static int ack_is_due(const Session *self, double now_s) {
+    return self->received - self->acknowledged >= (uint64_t)self->ack_every ||
+           self->unacknowledged_bytes >= self->ack_at_bytes || now_s >= self->ack_due_s;
+}
+
 static PyObject *session_ack_due(Session *self, PyObject *now) {
     double now_s = PyFloat_AsDouble(now);
     if (PyErr_Occurred()) return NULL;
-    if (self->received == self->acknowledged || self->ack_due_s < 0) Py_RETURN_NONE;
-    return PyBool_FromLong(self->received - self->acknowledged >= (uint64_t)self->ack_every ||
-                           self->unacknowledged_bytes >= self->ack_at_bytes || now_s >= self->ack_due_s);
+    if (!owes_ack(self)) Py_RETURN_NONE;
+    return PyBool_FromLong(ack_is_due(self, now_s));
 }
 
 static PyObject *session_owes_ack(Session *self, void *closure) {
@@ -620,6 +629,8 @@ static int something_is_there(Ring *self) {
     return next_record(self, &record, &at) != NOTHING;
 }
 
+static int wants_a_look(Ring *self) { return self->is_left || something_is_there(self); }
+
 /* The parts of a record from the `first` on; NULL without an exception: their sizes are wrong */
 static PyObject *frame_of(const struct record *record, const char *from, uint32_t first) {
     uint32_t sizes[MOST_PARTS], count = record->parts & ~ENCODED;
@@ -690,6 +701,7 @@ static const Py_ssize_t TURN_BYTES = 4 << 20;
 static PyObject *reader_pop(Ring *self, PyObject *after) {
     if (!is_ready(self)) return NULL;
     self->after = PyLong_AsUnsignedLongLong(after);
+    self->is_left = 0;
     if (PyErr_Occurred()) return NULL;
     PyObject *frames = PyList_New(0), *session = self->session;
     Py_ssize_t turn = 0;
@@ -743,20 +755,16 @@ static PyObject *reader_carry(Ring *self, PyObject *session) {
 }
 
 static PyObject *hand_over(PyObject *take, Envelope *message);
+static int is_queued(PyObject *take, Envelope *message);
 
-/* `pop`, `accept`, a delivery and `took` for each message of the session that is there now, and next. */
-static PyObject *reader_deliver(Ring *self, PyObject *const *args, Py_ssize_t n) {
-    if (n != 4) {
-        PyErr_SetString(PyExc_TypeError, "deliver(take, proc, after, now_s)");
-        return NULL;
-    }
-    if (!is_ready(self)) return NULL;
-    uint64_t proc = PyLong_AsUnsignedLongLong(args[1]), after = PyLong_AsUnsignedLongLong(args[2]);
-    double now_s = PyFloat_AsDouble(args[3]);
-    if (PyErr_Occurred()) return NULL;
+enum { LEFT, ALL }; /* what `deliver_from` says: whether there is something for Python to do, or that was all */
+
+/* `pop`, `accept`, a delivery and `took` for each message of the session that is there now, and next. With `calls_only`
+ * no code of Python runs: what needs some is left. -1: an exception of `take` is set */
+static int deliver_from(Ring *self, PyObject *take, uint64_t proc, double now_s, int calls_only) {
     Session *session = (Session *)self->session;
-    if (!session || !self->attended) Py_RETURN_FALSE;
-    self->after = after;
+    self->is_left = 0;
+    if (!session || !self->attended) return LEFT;
     Py_INCREF((PyObject *)session);
     uint64_t end = atomic_load_explicit(&self->ring->tail, memory_order_acquire), at, acknowledged = 0;
     int is_all = 1, delivered = 0;
@@ -765,8 +773,9 @@ static PyObject *reader_deliver(Ring *self, PyObject *const *args, Py_ssize_t n)
         const char *from = self->data + (at & (self->capacity - 1)) + sizeof record;
         uint64_t made = self->made;
         Envelope *message = (Envelope *)message_of(self, &record, from, &acknowledged);
-        if (!message || message->dst_proc != proc) { /* it is looked at in the long way, and what is wrong with it, too */
-            self->made = made;
+        Py_ssize_t size = message ? size_of(message) : 0; /* whoever has it may take it apart */
+        if (!message || message->dst_proc != proc || (calls_only && !is_queued(take, message))) {
+            self->made = made; /* it is looked at in the long way, and what is wrong with it, too */
             is_all = 0;
             PyErr_Clear();
             Py_XDECREF((PyObject *)message);
@@ -775,20 +784,34 @@ static PyObject *reader_deliver(Ring *self, PyObject *const *args, Py_ssize_t n)
         delivered = 1;
         self->mine = at + record.size;
         atomic_store_explicit(&self->ring->head, self->mine, memory_order_release);
-        Py_ssize_t size = size_of(message); /* whoever has it may take it apart */
-        PyObject *done = hand_over(args[0], message);
+        PyObject *done = calls_only ? Py_None : hand_over(take, message);
         Py_DECREF((PyObject *)message);
-        if (done || PyErr_ExceptionMatches(PyExc_Exception)) took(session, size, now_s);
+        if (done || PyErr_ExceptionMatches(PyExc_Exception)) took(session, size, now_s), session->delivered++;
         if (!done) break;
-        Py_DECREF(done);
+        if (!calls_only) Py_DECREF(done);
     }
     PyObject *type, *error, *trace;
     PyErr_Fetch(&type, &error, &trace);
-    is_all = is_all && delivered && !type; /* what wakes without a message is something else */
+    is_all = is_all && delivered; /* what wakes without a message is something else */
+    if (owes_ack(session) && (!session->ack_is_timed || ack_is_due(session, now_s))) is_all = 0;
+    if (acknowledged && session->room_is_awaited) is_all = 0;
     if (acknowledged) forget_until(session, acknowledged); /* last: see there */
     Py_DECREF((PyObject *)session);
     PyErr_Restore(type, error, trace);
-    return type ? NULL : PyBool_FromLong(is_all);
+    return type ? -1 : is_all ? ALL : LEFT;
+}
+
+static PyObject *reader_deliver(Ring *self, PyObject *const *args, Py_ssize_t n) {
+    if (n != 3) {
+        PyErr_SetString(PyExc_TypeError, "deliver(take, proc, now_s)");
+        return NULL;
+    }
+    if (!is_ready(self)) return NULL;
+    uint64_t proc = PyLong_AsUnsignedLongLong(args[1]);
+    double now_s = PyFloat_AsDouble(args[2]);
+    if (PyErr_Occurred()) return NULL;
+    int is_all = deliver_from(self, args[0], proc, now_s, 0);
+    return is_all < 0 ? NULL : PyBool_FromLong(is_all);
 }
 
 static PyObject *reader_attended(Ring *self, void *closure) { return PyBool_FromLong(self->attended); }
@@ -1241,6 +1264,12 @@ static PyObject *hand_over(PyObject *take, Envelope *message) {
     return PyObject_CallFunctionObjArgs(take, (PyObject *)message, NULL);
 }
 
+static int is_queued(PyObject *take, Envelope *message) { /* now, where that runs no code of Python */
+    int queued = Py_TYPE(take) == DeliveryType && message->kind == CALL ? queue_next(((Delivery *)take)->actors, message) : 0;
+    if (queued < 0) PyErr_Clear(); /* the error comes again, in the long way */
+    return queued == SENT;
+}
+
 static PyObject *module_post(PyObject *module, PyObject *const *args, Py_ssize_t n) {
     if (n != 11 || !PyTuple_Check(args[0]) || !PyList_Check(args[1]) || !PyBytes_Check(args[2])) {
         PyErr_SetString(PyExc_TypeError, "post(targets, parts, chain, kind, flags, ttl, dst_actor, dst_port, src_proc, "
@@ -1301,22 +1330,32 @@ static int lane_let(Lane *self, PyObject *value, void *closure) {
 
 /* ---- many readers */
 
-static Ring *reader_at(PyObject *readers, Py_ssize_t at) {
-    PyObject *reader = PyTuple_GetItem(readers, at);
-    if (reader && Py_TYPE(reader) == ReaderType && ((Ring *)reader)->ring) return (Ring *)reader;
-    if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "readers are to be in a tuple");
-    return NULL;
+enum { A_FEW = 64, MOST_LOOKED_AT = 256, YIELDS_WITHIN_NS = 12000 };
+
+typedef struct {
+    Py_ssize_t count;
+    Ring **at; /* borrowed from a tuple */
+    Ring *few[A_FEW];
+} readers;
+
+static int gather(readers *all, PyObject *tuple) { /* 0: an exception is set */
+    all->count = PyTuple_Check(tuple) ? PyTuple_Size(tuple) : 0;
+    all->at = all->count > A_FEW ? PyMem_Malloc((size_t)all->count * sizeof *all->at) : all->few;
+    if (!all->at) PyErr_NoMemory();
+    else if (!PyTuple_Check(tuple)) PyErr_SetString(PyExc_TypeError, "readers are to be in a tuple");
+    for (Py_ssize_t i = 0; i < all->count && !PyErr_Occurred(); i++) {
+        all->at[i] = (Ring *)PyTuple_GetItem(tuple, i);
+        if (Py_TYPE((PyObject *)all->at[i]) != ReaderType || !all->at[i]->ring)
+            PyErr_SetString(PyExc_TypeError, "these are not all readers");
+    }
+    if (!PyErr_Occurred()) return 1;
+    if (all->at != all->few) PyMem_Free(all->at);
+    return 0;
 }
 
-static int append_number(PyObject *list, Py_ssize_t number) { /* takes the list over where it fails */
-    PyObject *item = PyLong_FromSsize_t(number);
-    int failed = !item || PyList_Append(list, item);
-    Py_XDECREF(item);
-    if (failed) Py_DECREF(list);
-    return failed;
+static void scatter(readers *all) {
+    if (all->at != all->few) PyMem_Free(all->at);
 }
-
-enum { MOST_LOOKED_AT = 256, YIELDS_WITHIN_NS = 12000 };
 
 /* Threads of this process that look, and so have let go of the interpreter. */
 static atomic_int looking;
@@ -1329,30 +1368,19 @@ static void wait_for_interpreter(void) {
     for (uint64_t began = now_ns(); atomic_load(&looking) < 2 && now_ns() - began < YIELDS_WITHIN_NS;) PAUSE();
 }
 
-static PyObject *module_look(PyObject *module, PyObject *const *args, Py_ssize_t n) {
-    Ring *rings[MOST_LOOKED_AT];
-    if (n != 4 || !PyTuple_Check(args[0]) || !PyByteArray_Check(args[3]) || PyByteArray_Size(args[3]) != 1) {
-        PyErr_SetString(PyExc_TypeError, "look(readers, epoll, time_s, bell): a bell is a bytearray of one byte");
-        return NULL;
-    }
-    volatile char *bell = PyByteArray_AsString(args[3]);
-    Py_ssize_t count = PyTuple_Size(args[0]);
-    long epoll = PyLong_AsLong(args[1]);
-    double time_s = PyFloat_AsDouble(args[2]);
-    if (PyErr_Occurred()) return NULL;
-    uint64_t time_ns = (uint64_t)(time_s * 1e9), longest = 0;
-    if (count > MOST_LOOKED_AT) count = MOST_LOOKED_AT;
-    for (Py_ssize_t i = 0; i < count; i++) {
-        if (!(rings[i] = reader_at(args[0], i))) return NULL;
-    }
+/* Until one of the rings has something, or the epoll, or the bell is set, or the time is over: 0. The readers are awake from
+ * now on. */
+static int look(const readers *all, int epoll, const volatile char *bell, double time_s, double *longest_s) {
     int found = 0;
+    Py_ssize_t count = all->count < MOST_LOOKED_AT ? all->count : MOST_LOOKED_AT;
+    uint64_t time_ns = (uint64_t)(time_s * 1e9), longest = 0;
     Py_BEGIN_ALLOW_THREADS;
     atomic_fetch_add(&looking, 1);
     uint64_t began = now_ns(), last = began;
-    for (Py_ssize_t i = 0; i < count; i++) wake_up(rings[i]);
+    for (Py_ssize_t i = 0; i < count; i++) wake_up(all->at[i]);
     for (;;) {
         for (int look = 0; look < LOOKS_EACH && !found; look++) {
-            for (Py_ssize_t i = 0; i < count && !found; i++) found = something_is_there(rings[i]);
+            for (Py_ssize_t i = 0; i < count && !found; i++) found = wants_a_look(all->at[i]);
             if (!found && *bell) {
                 wait_for_interpreter();
                 found = 1;
@@ -1360,7 +1388,7 @@ static PyObject *module_look(PyObject *module, PyObject *const *args, Py_ssize_t
             PAUSE();
         }
         struct epoll_event event;
-        if (!found && epoll >= 0) found = epoll_wait((int)epoll, &event, 1, 0) != 0;
+        if (!found && epoll >= 0) found = epoll_wait(epoll, &event, 1, 0) != 0;
         uint64_t now = now_ns();
         if (now - last > longest) longest = now - last;
         last = now;
@@ -1368,78 +1396,188 @@ static PyObject *module_look(PyObject *module, PyObject *const *args, Py_ssize_t
     }
     atomic_fetch_sub(&looking, 1);
     Py_END_ALLOW_THREADS;
-    PyObject *ready = Py_None;
-    if (found) {
-        if (!(ready = PyList_New(0))) return NULL;
-        for (Py_ssize_t i = 0; i < count; i++) {
-            if (something_is_there(rings[i]) && append_number(ready, i)) return NULL;
-        }
-    }
-    return Py_BuildValue(found ? "(Nd)" : "(Od)", ready, (double)longest * 1e-9);
+    *longest_s = (double)longest * 1e-9;
+    return found;
 }
 
-static PyObject *ready_of(PyObject *readers, PyObject *events) {
-    PyObject *found = PyList_New(0);
-    Py_ssize_t count = PyTuple_Size(readers);
-    /* First a look at all: as long as one has something, the writers of the others need not ring. */
-    for (int asleep = 0; found && asleep < 2 && !PyList_Size(found); asleep++) {
-        for (Py_ssize_t i = 0; found && i < count; i++) {
-            Ring *reader = reader_at(readers, i);
-            if (!reader) Py_CLEAR(found);
-            else if ((asleep ? !fall_asleep(reader) : something_is_there(reader)) &&
-                     PyList_Append(found, PyTuple_GetItem(events, i)))
-                Py_CLEAR(found);
-        }
+static int is_bell(PyObject *bell) {
+    if (PyByteArray_Check(bell) && PyByteArray_Size(bell) == 1) return 1;
+    PyErr_SetString(PyExc_TypeError, "a bell is a bytearray of one byte");
+    return 0;
+}
+
+static PyObject *module_look(PyObject *module, PyObject *const *args, Py_ssize_t n) {
+    readers all;
+    if (n != 4) {
+        PyErr_SetString(PyExc_TypeError, "look(readers, epoll, time_s, bell)");
+        return NULL;
     }
-    return found;
+    long epoll = PyLong_AsLong(args[1]);
+    double time_s = PyFloat_AsDouble(args[2]), longest_s;
+    if (PyErr_Occurred() || !is_bell(args[3]) || !gather(&all, args[0])) return NULL;
+    int found = look(&all, (int)epoll, PyByteArray_AsString(args[3]), time_s, &longest_s);
+    PyObject *ready = found ? PyList_New(0) : Py_None;
+    for (Py_ssize_t i = 0; i < all.count && found && ready; i++) {
+        PyObject *number = wants_a_look(all.at[i]) ? PyLong_FromSsize_t(i) : Py_None;
+        if (!number || (number != Py_None && PyList_Append(ready, number))) Py_CLEAR(ready);
+        if (number != Py_None) Py_XDECREF(number);
+    }
+    scatter(&all);
+    return ready ? Py_BuildValue(found ? "(Nd)" : "(Od)", ready, longest_s) : NULL;
+}
+
+/* Whether one of the readers has something; where none has, their writers ring from now on. */
+static int some_want_a_look(const readers *all) {
+    /* First a look at all: as long as one has something, the writers of the others need not ring. */
+    for (Py_ssize_t i = 0; i < all->count; i++)
+        if (wants_a_look(all->at[i])) return 1;
+    for (Py_ssize_t i = 0; i < all->count; i++)
+        if (!fall_asleep(all->at[i])) return 1;
+    return 0;
 }
 
 enum { MOST_EVENTS = 256, LONGEST_SLEEP_MS = 3600 * 1000 };
 
-static int append_event(PyObject *list, const struct epoll_event *event) {
-    PyObject *item = Py_BuildValue("(iI)", event->data.fd, (unsigned int)event->events);
-    int failed = !item || PyList_Append(list, item);
-    Py_XDECREF(item);
-    return failed ? -1 : 0;
+/* What `epoll_wait` says, or -errno; a negative time has no end. The readers are awake then. */
+static int sleep_on(const readers *all, int epoll, double timeout_s, struct epoll_event *events, double *slept_s) {
+    int timeout_ms = LONGEST_SLEEP_MS, found;
+    if (timeout_s >= 0 && timeout_s * 1e3 < LONGEST_SLEEP_MS)
+        timeout_ms = timeout_s > 0 ? (int)(timeout_s * 1e3 + (1 - 1e-9)) : 0; /* not before it is over */
+    uint64_t began = now_ns();
+    Py_BEGIN_ALLOW_THREADS;
+    found = epoll_wait(epoll, events, MOST_EVENTS, timeout_ms);
+    if (found < 0) found = -errno;
+    Py_END_ALLOW_THREADS;
+    *slept_s = (double)(now_ns() - began) * 1e-9;
+    for (Py_ssize_t i = 0; i < all->count; i++) wake_up(all->at[i]);
+    return found;
 }
+
+static double seconds_or_none(PyObject *arg) { return arg == Py_None ? -1 : PyFloat_AsDouble(arg); }
 
 static PyObject *module_sleep(PyObject *module, PyObject *const *args, Py_ssize_t n) {
     if (n != 5 || !PyTuple_Check(args[0]) || !PyTuple_Check(args[1]) || PyTuple_Size(args[0]) != PyTuple_Size(args[1])) {
         PyErr_SetString(PyExc_TypeError, "sleep(readers, events, epoll, bell, timeout_s): tuples of the same length");
         return NULL;
     }
+    readers all;
     long epoll = PyLong_AsLong(args[2]), bell = PyLong_AsLong(args[3]);
-    double timeout_s = args[4] == Py_None ? -1 : PyFloat_AsDouble(args[4]);
-    if (PyErr_Occurred()) return NULL;
-    PyObject *found = ready_of(args[0], args[1]);
-    if (!found) return NULL;
-    if (PyList_Size(found)) return Py_BuildValue("(NO)", found, Py_None);
-    int timeout_ms = LONGEST_SLEEP_MS, count;
-    if (args[4] != Py_None && timeout_s * 1e3 < LONGEST_SLEEP_MS)
-        timeout_ms = timeout_s > 0 ? (int)(timeout_s * 1e3 + (1 - 1e-9)) : 0; /* not before it is over */
+    double timeout_s = seconds_or_none(args[4]), slept_s = -1;
+    if (PyErr_Occurred() || !gather(&all, args[0])) return NULL;
     struct epoll_event events[MOST_EVENTS];
-    uint64_t began = now_ns();
-    Py_BEGIN_ALLOW_THREADS;
-    count = epoll_wait((int)epoll, events, MOST_EVENTS, timeout_ms);
-    Py_END_ALLOW_THREADS;
-    int failed = count < 0 ? errno : 0;
-    double slept_s = (double)(now_ns() - began) * 1e-9;
-    int rang = 0;
-    for (int i = 0; i < count; i++) rang |= events[i].data.fd == bell;
-    for (Py_ssize_t i = 0; i < PyTuple_Size(args[0]); i++) {
-        Ring *reader = (Ring *)PyTuple_GetItem(args[0], i);
-        wake_up(reader);
-        if (rang && something_is_there(reader) && !PyErr_Occurred()) PyList_Append(found, PyTuple_GetItem(args[1], i));
+    int count = 0, look_at_all = some_want_a_look(&all), slept = !look_at_all;
+    if (slept) count = sleep_on(&all, (int)epoll, timeout_s, events, &slept_s);
+    if (count == -EBADF || count == -EINVAL) PyErr_SetString(PyExc_ValueError, "it is closed");
+    else if (count == -EINTR) PyErr_CheckSignals();
+    else if (count < 0) PyErr_Format(PyExc_OSError, "epoll_wait: %s", strerror(-count));
+    for (int i = 0; i < count; i++) look_at_all |= events[i].data.fd == bell;
+    PyObject *found = PyErr_Occurred() ? NULL : PyList_New(0);
+    for (Py_ssize_t i = 0; i < all.count && look_at_all && found; i++)
+        if (wants_a_look(all.at[i]) && PyList_Append(found, PyTuple_GetItem(args[1], i))) Py_CLEAR(found);
+    for (int i = 0; i < count && found; i++) {
+        if (events[i].data.fd == bell) continue;
+        PyObject *item = Py_BuildValue("(iI)", events[i].data.fd, (unsigned int)events[i].events);
+        if (!item || PyList_Append(found, item)) Py_CLEAR(found);
+        Py_XDECREF(item);
     }
-    if (failed == EBADF || failed == EINVAL) PyErr_SetString(PyExc_ValueError, "it is closed");
-    else if (failed == EINTR) PyErr_CheckSignals();
-    else if (failed) PyErr_SetFromErrno(PyExc_OSError);
-    for (int i = 0; i < count && !PyErr_Occurred(); i++) {
-        if (events[i].data.fd != bell) append_event(found, &events[i]);
+    scatter(&all);
+    if (!found) return NULL;
+    return slept ? Py_BuildValue("(Nd)", found, slept_s) : Py_BuildValue("(NO)", found, Py_None);
+}
+
+/* ---- the lead: to wait for a signal, and deliver meanwhile what the rings bring, in one step. See `Poller.lead`. */
+
+typedef struct {
+    readers all;
+    PyObject *take, *signal;
+    uint64_t proc;
+    int epoll, bell, calls_only;
+    volatile char *byte; /* which others set who want this thread, while it looks */
+    int found;           /* by the look */
+    double longest_s, slept_s;
+} Lead;
+
+static int is_set(const Lead *self) { return attribute(self->signal, name_of_is_set) != Py_False; }
+
+/* Wait once, and deliver. Whether there is nothing else to do but to wait again; -1: an exception is set */
+static int lead_once(Lead *self, double look_s, double timeout_s, int round) {
+    enum { ROUNDS_BETWEEN = 8 }; /* as long as rings have something, descriptors are looked at now and then */
+    struct epoll_event events[MOST_EVENTS];
+    int goes_on = 1, count = 0, ready = some_want_a_look(&self->all);
+    double now_s;
+    if (!ready && look_s > 0) {
+        ready = self->found = look(&self->all, self->epoll, self->byte, look_s, &self->longest_s);
+        goes_on = !*self->byte;
+        ready = ready || some_want_a_look(&self->all);
     }
-    if (!PyErr_Occurred()) return Py_BuildValue("(Nd)", found, slept_s);
-    Py_DECREF(found);
-    return NULL;
+    if (!ready) {
+        count = sleep_on(&self->all, self->epoll, timeout_s, events, &self->slept_s);
+        goes_on = count > 0;
+    } else if (round % ROUNDS_BETWEEN == 0) count = epoll_wait(self->epoll, events, MOST_EVENTS, 0);
+    for (int i = 0; i < count; i++) goes_on &= events[i].data.fd == self->bell;
+    now_s = (double)now_ns() * 1e-9;
+    for (Py_ssize_t i = 0; i < self->all.count; i++) {
+        Ring *ring = self->all.at[i];
+        if (!wants_a_look(ring)) continue;
+        int is_all = ring->is_left ? LEFT : deliver_from(ring, self->take, self->proc, now_s, self->calls_only);
+        if (is_all == LEFT) ring->is_left = 1, goes_on = 0;
+        if (is_all < 0) return -1;
+    }
+    return goes_on;
+}
+
+static PyObject *module_lead(PyObject *module, PyObject *const *args, Py_ssize_t n) {
+    Lead self = {.found = 0, .longest_s = -1, .slept_s = -1};
+    if (n != 6 || !PyTuple_Check(args[2]) || PyTuple_Size(args[2]) != 7) {
+        PyErr_SetString(PyExc_TypeError, "lead(lock, signal, what_is_polled, calls_only, look_s, timeout_s)");
+        return NULL;
+    }
+    PyObject *polled[7], *byte, *thread;
+    for (int i = 0; i < 7; i++) polled[i] = PyTuple_GetItem(args[2], i);
+    self.signal = args[1], self.calls_only = args[3] == Py_True;
+    self.epoll = (int)PyLong_AsLong(polled[1]), self.bell = (int)PyLong_AsLong(polled[2]);
+    PyObject *waker = polled[3];
+    self.take = polled[5], self.proc = PyLong_AsUnsignedLongLong(polled[6]);
+    byte = polled[4];
+    double look_s = PyFloat_AsDouble(args[4]), timeout_s = seconds_or_none(args[5]);
+    if (PyErr_Occurred() || !is_bell(byte) || !gather(&self.all, polled[0])) return NULL;
+    self.byte = PyByteArray_AsString(byte);
+    int goes_on = 0, done = 0;
+    PyObject *taken = PyObject_CallMethod(args[0], "acquire", "O", Py_False);
+    if (taken == Py_True) {
+        thread = PyLong_FromUnsignedLong(PyThread_get_thread_ident());
+        goes_on = !thread || PyObject_SetAttr(self.signal, name_of_pumping, thread) ||
+                  PyObject_SetAttr(self.signal, name_of_wake, waker) || PyObject_SetAttr(waker, name_of_bell, look_s > 0 ? byte : Py_None)
+                      ? -1 : 1;
+        Py_XDECREF(thread);
+        for (int round = 1; goes_on == 1 && !(done = is_set(&self)); round++) {
+            goes_on = lead_once(&self, look_s, timeout_s, round);
+            if (look_s > 0) { /* once is enough */
+                look_s = 0;
+                PyObject_SetAttr(waker, name_of_bell, Py_None);
+                *self.byte = 0;
+            }
+        }
+        done = goes_on >= 0 && is_set(&self);
+        PyObject *type, *error, *trace, *none = PyLong_FromLong(0);
+        PyErr_Fetch(&type, &error, &trace);
+        PyObject_SetAttr(waker, name_of_bell, Py_None);
+        PyObject_SetAttr(self.signal, name_of_wake, Py_None);
+        if (none) PyObject_SetAttr(self.signal, name_of_pumping, none);
+        Py_XDECREF(none);
+        Py_XDECREF(PyObject_CallMethod(args[0], "release", NULL));
+        PyErr_Clear();
+        PyErr_Restore(type, error, trace);
+    }
+    scatter(&self.all);
+    int has_led = taken == Py_True;
+    if (!taken || goes_on < 0) {
+        Py_XDECREF(taken);
+        return NULL;
+    }
+    Py_DECREF(taken);
+    if (!has_led) Py_RETURN_NONE;
+    return Py_BuildValue("(OOdd)", done ? Py_True : Py_False, self.found ? Py_True : Py_False, self.longest_s, self.slept_s);
 }
 
 /* ---- the module */
@@ -1543,9 +1681,15 @@ static PyType_Slot inbox_slots[] = {
     {Py_tp_new, PyType_GenericNew},    {Py_tp_dealloc, inbox_dealloc}, {Py_tp_members, inbox_fields},
     {Py_tp_traverse, inbox_traverse}, {Py_tp_clear, inbox_clear},     {0, NULL},
 };
+static PyMemberDef session_notes[] = {
+    {"delivered", T_ULONGLONG, offsetof(Session, delivered), 0, NULL},
+    {"ack_is_timed", T_BOOL, offsetof(Session, ack_is_timed), 0, NULL},
+    {"room_is_awaited", T_BOOL, offsetof(Session, room_is_awaited), 0, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
 static PyType_Slot session_slots[] = {
-    {Py_tp_new, session_new},         {Py_tp_dealloc, session_dealloc}, {Py_tp_methods, session_methods},
-    {Py_tp_getset, session_fields},   {0, NULL},
+    {Py_tp_new, session_new},       {Py_tp_dealloc, session_dealloc}, {Py_tp_methods, session_methods},
+    {Py_tp_getset, session_fields}, {Py_tp_members, session_notes},   {0, NULL},
 };
 static PyType_Slot envelope_slots[] = {
     {Py_tp_new, envelope_new},       {Py_tp_dealloc, envelope_dealloc}, {Py_tp_methods, envelope_methods},
@@ -1573,6 +1717,7 @@ static PyMethodDef functions[] = {
     {"post", (PyCFunction)(void (*)(void))module_post, METH_FASTCALL, NULL},
     {"look", (PyCFunction)(void (*)(void))module_look, METH_FASTCALL, NULL},
     {"sleep", (PyCFunction)(void (*)(void))module_sleep, METH_FASTCALL, NULL},
+    {"lead", (PyCFunction)(void (*)(void))module_lead, METH_FASTCALL, NULL},
     {"ring_bell", (PyCFunction)module_ring_bell, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };

@@ -1,8 +1,9 @@
 from collections import deque
 from collections.abc import Callable, Mapping
+from threading import Lock
 from typing import Protocol
 
-from monarch.compiled import Targets
+from monarch.compiled import Polled, Targets
 from monarch.core.driver import Signal
 from monarch.core.envelope import Envelope
 from monarch.transports.base import Buffer, Frame
@@ -27,7 +28,7 @@ class Reader:
     def position(self) -> int: ...
     def pop(self, after: int, /) -> list[Frame]: ...
     def carry(self, session: object, /) -> None: ...
-    def deliver(self, take: Callable[[Envelope], object], proc: int, after: int, now_s: float, /) -> bool:
+    def deliver(self, take: Callable[[Envelope], object], proc: int, now_s: float, /) -> bool:
         """Give to `take` the messages of the session that are there now, as long as each is the next and for that
         process: as `pop`, with `Session.took` behind each. Whether that was all there is: otherwise, look with `pop`.
 
@@ -42,6 +43,9 @@ class Session:
     sent: int
     received: int
     unacked_bytes: int
+    delivered: int
+    ack_is_timed: bool
+    room_is_awaited: bool
     @property
     def unacked(self) -> list[tuple[int, list[Buffer], int]]: ...
     @property
@@ -130,6 +134,23 @@ def sleep(
     Raises:
         ValueError: the epoll is closed.
         BaseException: what the handler of a signal raised.
+    """
+
+def lead(
+    lock: Lock, signal: Signal, polled: Polled, calls_only: bool, look_s: float, timeout_s: float | None, /
+) -> tuple[bool, bool, float, float] | None:
+    """`acquire` the lock, `look` for so long, or `sleep`, and `deliver`, until `signal` is set, as long as there is
+    nothing else to do; then `release` it.
+
+    Args:
+        calls_only: deliver what needs no code of Python, and leave the rest.
+
+    Returns:
+        Whether the signal is set; whether the look found something, and its longest round, negative where there was
+        none; and how long the last sleep was, likewise. None: another has the lock.
+
+    Raises:
+        Exception: of who takes messages.
     """
 
 def ring_bell(fd: int, /) -> bool:

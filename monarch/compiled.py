@@ -19,12 +19,27 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
+from monarch.wake import Wake
+
 if TYPE_CHECKING:
     from monarch._compiled import Lane, Reader, Writer
 
-__all__ = ["FULL", "SENT", "Lane", "Reader", "Take", "Targets", "Writer", "delivery", "part", "post", "why_not"]
+__all__ = [
+    "FULL",
+    "SENT",
+    "Lane",
+    "Polled",
+    "Reader",
+    "Take",
+    "Targets",
+    "Writer",
+    "delivery",
+    "part",
+    "post",
+    "why_not",
+]
 
-_VERSION: Final = 13
+_VERSION: Final = 14
 
 SENT: Final = 1
 FULL: Final = 2
@@ -32,6 +47,10 @@ FULL: Final = 2
 
 Take = Callable[[Any], None]
 """Takes a message, on the driving thread, and does not block."""
+
+Polled = tuple[tuple["Reader", ...], int, int, Wake, bytearray, Take, int]
+"""What `lead` polls: rings, an epoll, the bell in that, and what wakes who polls (and the byte that it sets where one
+looks); and who takes messages, for which process."""
 
 Targets = tuple[tuple[Any, Iterator[int] | None, int, int], ...]
 """Receivers of one message, each: (who has its `lane`, where its number comes from, process, rank); or, alone, an actor

@@ -26,8 +26,11 @@ from typing import Final, Protocol
 from monarch.core.alarm import ImmediateAlarm, Watch, make_alarm, make_watch
 from monarch.core.held import NOTHING_HELD, Held, NothingHeld, on_main_thread
 from monarch.core.spin import Spin, cpus
+from monarch.log import get_logger
 from monarch.transports import ring
 from monarch.wake import Wake
+
+log = get_logger("monarch.driver")
 
 _TAKE_OVER_S: Final = 0.010
 _LONGEST_PAUSE_S: Final = 0.040
@@ -42,6 +45,15 @@ _INHERITS_AT: Final = 4
 _LOOK_S: Final = 1.0
 """The longest sleep of the main thread. A signal that comes between Python's last look at signals and the call of the
 system does not end that call: about one Ctrl-C in 3,000 would wait for the next message."""
+
+Pump = Callable[[float | None], None]
+
+
+class Lead(Protocol):
+    def __call__(
+        self, lock: threading.Lock, signal: Signal, timeout_s: float | None, /, *, calls_only: bool
+    ) -> bool | None: ...
+
 
 _JOIN_LIMIT_S: Final = 5.0
 _LEAD_LIMIT_S: Final = 1.0
@@ -154,6 +166,7 @@ class _Own(threading.local):
 
     def __init__(self) -> None:
         self.spin = Spin()
+        self.leads = False
 
 
 _own: Final = _Own()
@@ -170,13 +183,17 @@ class Driver(Protocol):
     thread: threading.Thread
     """The side thread. It runs no code of the user's."""
 
-    def start(self, pump: Callable[[float | None], None], wake: Wake, name: str) -> None:
+    def start(self, pump: Pump, lead: Lead, wake: Wake, name: str) -> None:
         """Begin. `pump(timeout_s)` takes in what arrives, once, and does not wait behind that; `wake` makes a running
-        pump return."""
+        pump return. `lead` pumps for a signal, as far as that is simple: see `Poller.lead`."""
         ...
 
     def wait(self, signal: Signal, timeout_s: float | None = None) -> bool:
         """Block the calling thread until `signal` is set; False when the time is over first."""
+        ...
+
+    def idle(self, signal: Signal, timeout_s: float | None) -> None:
+        """As `wait`, of an actor that waits for calls; may return early."""
         ...
 
     def soon(self) -> None:
@@ -207,7 +224,7 @@ class ThreadDriver:
     def __init__(self) -> None:
         self._stopping = False
 
-    def start(self, pump: Callable[[float | None], None], wake: Wake, name: str) -> None:
+    def start(self, pump: Pump, lead: Lead, wake: Wake, name: str) -> None:
         self._pump, self._wake = pump, wake
         self.thread = threading.Thread(target=self._run, name=f"monarch-io {name}", daemon=True)
         self.thread.start()
@@ -218,6 +235,9 @@ class ThreadDriver:
 
     def wait(self, signal: Signal, timeout_s: float | None = None) -> bool:
         return _sleep_until_set(signal, timeout_s)
+
+    def idle(self, signal: Signal, timeout_s: float | None) -> None:
+        self.wait(signal, timeout_s)
 
     def soon(self) -> None:
         pass  # it pumps all the time
@@ -240,7 +260,6 @@ class CallerDriver:
     def __init__(self) -> None:
         self._stopping = False
         self._lead = threading.Lock()
-        self._leader = 0  # identity of the waiting thread that leads
         self._followers: OrderedDict[Signal, None] = OrderedDict()  # the oldest first; a thousand leave in any order
         self._last_follower = 0  # identity of the thread
         self._returns = 0  # how often it has followed, one time after the other, since the leader leads
@@ -262,8 +281,8 @@ class CallerDriver:
         self._pause_s = _TAKE_OVER_S  # of the side thread, between two looks
         self._is_wanted = False  # something has waited for a pump since the last one
 
-    def start(self, pump: Callable[[float | None], None], wake: Wake, name: str) -> None:
-        self._pump, self._wake = pump, wake
+    def start(self, pump: Pump, lead: Lead, wake: Wake, name: str) -> None:
+        self._pump, self._lead_simply, self._wake = pump, lead, wake
         self.thread = threading.Thread(target=self._side, name=f"monarch-io {name}", daemon=True)
         self.thread.start()
 
@@ -281,13 +300,22 @@ class CallerDriver:
         finally:
             _own.spin.slept(time.monotonic() - began_s)  # also where it has led: a look would have found it, or not
 
+    def idle(self, signal: Signal, timeout_s: float | None) -> None:
+        # Where no code of Python runs in between, an interrupt of the main thread needs no guard: 5 us less of 50.
+        if signal.is_set or timeout_s == 0:
+            return
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        if on_main_thread() and self._leaves_quietly() and self._lead_in_one_step(signal, deadline_s, calls_only=True):
+            return
+        self._join(signal, deadline_s)
+
     def _join(self, signal: Signal, deadline_s: float | None) -> bool:
         """Wait as one of those who drive."""
         if not on_main_thread():
-            return self._wait(signal, deadline_s, NOTHING_HELD)
+            return self._lead_in_one_step(signal, deadline_s) or self._wait(signal, deadline_s, NOTHING_HELD)
         while True:
             with Held(signal.nudge) as held:
-                done = self._wait(signal, deadline_s, held)
+                done = self._lead_in_one_step(signal, deadline_s) or self._wait(signal, deadline_s, held)
             if not held.noted:
                 return done
 
@@ -323,7 +351,8 @@ class CallerDriver:
                 self._take_calls_back()
             signal.wake = self._wake
             self.is_eager = signal.looks
-            self._leader = signal.pumping = threading.get_ident()
+            signal.pumping = threading.get_ident()
+            _own.leads = True
             while not signal.is_set and not self._stopping and not held.noted:
                 left_s = None if deadline_s is None else deadline_s - time.monotonic()
                 if (left_s is not None and left_s <= 0) or self._heir is not None:
@@ -334,20 +363,52 @@ class CallerDriver:
         finally:
             signal.wake = None
             self.is_eager = False
-            self._leader = signal.pumping = 0
+            signal.pumping = 0
+            _own.leads = False
             self._led_at_s = time.monotonic()
             self._lead.release()
-            if self._followers or self._heir is not None or self._side_rests or self._deputy.locked():
+            if not self._leaves_quietly():
                 self._go_away()
 
+    def _lead_in_one_step(self, signal: Signal, deadline_s: float | None, *, calls_only: bool = False) -> bool:
+        """As `_lead_until`, by the compiled part, where nobody else wants the lead. Whether the signal is set."""
+        if self._heir is not None or self._lead.locked() or self._stopping:
+            return False
+        left_s = _LOOK_S if deadline_s is None else min(deadline_s - time.monotonic(), _LOOK_S)
+        self._last_follower = 0
+        self._leads += 1
+        if self._side_is_alert or self._deputy_is_called:
+            self._take_calls_back()
+        _own.leads = True
+        done: bool | None = None
+        try:
+            done = self._lead_simply(self._lead, signal, left_s, calls_only=calls_only)
+        except Exception:
+            log.exception("message.failed")
+            done = False
+        finally:
+            _own.leads = False
+            if done is not None:
+                self._led_at_s = time.monotonic()
+                if not self._leaves_quietly():
+                    self._go_away()
+        return bool(done)
+
+    def _leaves_quietly(self) -> bool:
+        """Whether nobody has to be told when a thread leaves the lead."""
+        if self._heir is not None:
+            return False
+        if self._deputy.locked() and self._watch is not None:
+            return not self._deputy_sleeps or self._calls > _ALARMS
+        return not self._followers and not self._side_rests
+
     def _go_away(self) -> None:
-        """This thread has left the lead, and is back soon, perhaps."""
+        """This thread has left the lead, and is back soon, perhaps: see who is to be told."""
         watch = self._watch
         if watch is not None and self._deputy.locked() and self._heir is None:
-            if self._deputy_sleeps and self._calls <= _ALARMS:
-                self._deputy_is_called = True
-                self._calls += 1
-                watch.call(_BACK_S)
+            self._deputy_is_called = True
+            self._calls += 1
+            watch.call(_BACK_S)
         else:
             self._promote()
             self._alert_side()
@@ -495,7 +556,7 @@ class CallerDriver:
         if threading.current_thread() is self.thread:
             return
         self.thread.join(_JOIN_LIMIT_S)
-        if self._leader == threading.get_ident():
+        if _own.leads:
             return  # called from inside the pump
         if self._lead.acquire(timeout=_LEAD_LIMIT_S):
             self._lead.release()  # whoever led is out of the pump: what it polls may be closed now

@@ -80,6 +80,7 @@ class Gateway:
         intake = Intake(
             proc, driver, self.limits, deliver=deliver, pass_on=self._pass_on, call_later=self._poller.call_later
         )
+        self._poller.deliver_by(deliver, proc.key)
         self.peers = Peers(
             proc,
             self._poller,
@@ -98,7 +99,7 @@ class Gateway:
     def listen(self, url: str) -> ProcId:
         """Accept links at `url`; returns this process's id with the address in it. Then start the driver."""
         self.open(url, self._secret)
-        self.driver.start(self.pump, self._poller.waker, str(self.proc.uid))
+        self.driver.start(self.pump, self._poller.lead, self._poller.waker, str(self.proc.uid))
         return self.proc
 
     def open(self, url: str, secret: bytes) -> Place:
@@ -191,6 +192,7 @@ class Gateway:
         self._poller.poll(timeout_s, eager=self.driver.is_eager)
 
     def _uncork(self) -> None:
+        self._poller.is_busy = False  # first: see below
         while self._corked:
             peer = self._corked.popleft()
             peer.corked = False  # first: what is sent from here on asks anew
@@ -215,6 +217,7 @@ class Gateway:
         if not self._corked:
             self._linger_until_s = time.monotonic() + _LINGER_S
         self._corked.append(peer)
+        self._poller.is_busy = True
         self.driver.soon()
         self._poller.wake()
 

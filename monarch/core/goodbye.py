@@ -32,8 +32,7 @@ def settle(
         signal.clear()
         for peer in peers:
             with peer.lock:
-                if signal.notify not in peer.waiting_for_room:  # which hears of acknowledgements: once, of any
-                    peer.waiting_for_room.append(signal.notify)
+                peer.tell_next(signal.notify)  # of acknowledgements
             link = peer.link
             if link is None:
                 left = left or bool(peer.session.unacked and peer.dialing is not None and not peer.said_goodbye)

@@ -47,8 +47,7 @@ class Heartbeats:
             if peer.down is not None:
                 del self._missed[peer]
                 continue
-            heard, peer.heard = peer.heard, False
-            missed = self._missed[peer] = 0 if heard else missed + 1
+            missed = self._missed[peer] = 0 if peer.was_heard() else missed + 1
             if missed >= _BEATS:
                 del self._missed[peer]
                 where = f" on {peer.host}" if peer.host else ""

@@ -37,10 +37,10 @@ class Intake:
         pass_on: Callable[[Envelope], None],
         call_later: Callable[[float, Callable[[], None]], object],
     ) -> None:
-        self._uid, self._key = proc.uid, proc.key
+        self._uid, self.key = proc.uid, proc.key
         self._driver, self._ack_interval_s = driver, limits.ack_interval_s
-        self._deliver, self._pass_on, self._call_later = deliver, pass_on, call_later
-        self._owing_acks: set[Peer] = set()
+        self.deliver, self._pass_on, self._call_later = deliver, pass_on, call_later
+        self._owing_acks: list[Peer] = []
 
     def take_from(self, peer: Peer, link: Link) -> None:
         """What a link that carries `peer`'s session has.
@@ -51,20 +51,17 @@ class Intake:
         """
         now_s = time.monotonic()
         try:
-            is_all = link.deliver(self._deliver, self._key, now_s)
+            if link.deliver(self.deliver, self.key, now_s):
+                return
         except Exception:
             log.exception("message.failed", proc=str(self._uid))
-            is_all = False
-        if is_all:
-            self._heard(peer)
-        else:
-            self.take(peer, link.recv_nowait())
+        self.take(peer, link.recv_nowait())
         due = peer.session.ack_due(now_s)
         if due:
             peer.say(FrameType.ACK)
-        elif due is not None and peer not in self._owing_acks:
+        elif due is not None and not peer.session.ack_is_timed:
             self._acknowledge_later(peer)
-        if peer.waiting_for_room:
+        if peer.session.room_is_awaited:
             peer.tell_of_room()
 
     def take(self, peer: Peer, frames: list[Any]) -> None:
@@ -78,7 +75,9 @@ class Intake:
         """
         if not frames:
             return
-        self._heard(peer)
+        peer.heard = True
+        if not self._driver.leads_aside:
+            peer.burst = 0
         session, now_s = peer.session, time.monotonic()
         for frame in frames:
             message: Envelope | None = None
@@ -89,8 +88,8 @@ class Intake:
             if message is not None:
                 size_bytes = message.size_bytes  # whoever has it may take it apart
                 try:
-                    if message.dst_proc == self._key:
-                        self._deliver(message)
+                    if message.dst_proc == self.key:
+                        self.deliver(message)
                     else:
                         self._pass_on(message)
                 except Exception:  # a bug above must not cost the messages behind this one
@@ -102,18 +101,15 @@ class Intake:
             elif frame_type(frame) == FrameType.HEARTBEAT:
                 peer.say(FrameType.ACK)
 
-    def _heard(self, peer: Peer) -> None:
-        peer.heard = True
-        if not self._driver.leads_aside:
-            peer.burst = 0
-
     def _acknowledge_later(self, peer: Peer) -> None:
         if not self._owing_acks:
             self._call_later(self._ack_interval_s, self._acknowledge_all)
-        self._owing_acks.add(peer)
+        self._owing_acks.append(peer)
+        peer.session.ack_is_timed = True
 
     def _acknowledge_all(self) -> None:
-        owing, self._owing_acks = self._owing_acks, set()
+        owing, self._owing_acks = self._owing_acks, []
         for peer in owing:
+            peer.session.ack_is_timed = False
             if peer.session.owes_ack:
                 peer.say(FrameType.ACK)

@@ -87,7 +87,7 @@ class _MailboxSelector(selectors.BaseSelector):
                 if events:
                     return events
             else:
-                self._driver.wait(signal, left_s)
+                self._driver.idle(signal, left_s)
 
     def _poll_user(self, timeout_s: float | None) -> list[tuple[selectors.SelectorKey, int]]:
         if self._epoll is None:

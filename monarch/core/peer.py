@@ -100,6 +100,7 @@ class Peer:
     waiting_for_room: list[Callable[[], None]] = field(factory=list)
     waiting_for_state: list[Callable[[], None]] = field(factory=list)
     waiting_for_end: list[Callable[[], None]] = field(factory=list)
+    _delivered: int = 0  # by the ring of its link itself, as of the last look
 
     @property
     def key(self) -> int:
@@ -187,6 +188,7 @@ class Peer:
         link = self.link
         if link is None:
             return
+        self._look_for_life()
         if not self.outbox and self.burst < _BURST:
             self.burst += 1
             try:
@@ -209,6 +211,18 @@ class Peer:
                 self._send_outbox(link)
             except TransportError:
                 pass  # as above
+
+    def _look_for_life(self) -> None:
+        """What a ring has delivered itself was told to nobody else."""
+        if self._delivered != self.session.delivered:
+            self._delivered = self.session.delivered
+            self.burst, self.heard = 0, True
+
+    def was_heard(self) -> bool:
+        """Whether anything has come since this was asked last."""
+        self._look_for_life()
+        heard, self.heard = self.heard, False
+        return heard
 
     def _send_outbox(self, link: Link) -> None:
         """Give the link what it has room for."""
@@ -244,12 +258,17 @@ class Peer:
     def wants_room(self, notify: Callable[[], None]) -> bool:
         """Call `notify` once half of the buffer is free or the peer is gone; False when that is so already."""
         with self.lock:
-            if notify not in self.waiting_for_room:
-                self.waiting_for_room.append(notify)  # before the look: what is confirmed after it is told
+            self.tell_next(notify)  # before the look: what is confirmed after it is told
             if self.down is None and self.session.unacked_bytes > self.send_buffer_bytes // 2:
                 return True
             self.waiting_for_room.remove(notify)
             return False
+
+    def tell_next(self, notify: Callable[[], None]) -> None:
+        """Call `notify` once, with those who wait for room. The lock is held."""
+        if notify not in self.waiting_for_room:
+            self.waiting_for_room.append(notify)
+        self.session.room_is_awaited = True
 
     def tell_of_room(self) -> None:
         """The peer has confirmed something: call those who wait for room, if there is some."""
@@ -257,6 +276,7 @@ class Peer:
             if self.session.unacked_bytes > self.send_buffer_bytes // 2:
                 return
             waiting, self.waiting_for_room = self.waiting_for_room, []
+            self.session.room_is_awaited = False
         for notify in waiting:
             notify()
 

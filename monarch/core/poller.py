@@ -20,7 +20,8 @@ from monarch.transports import ring
 from monarch.wake import OwnedFd, Wake
 
 if TYPE_CHECKING:
-    from monarch.compiled import Reader
+    from monarch.compiled import Polled, Reader, Take
+    from monarch.core.driver import Signal
 
 log = get_logger("monarch.poller")
 
@@ -37,9 +38,14 @@ class Poller:
     def __init__(self) -> None:
         self._epoll = select.epoll()
         self._epoll_fd = self._epoll.fileno()
+        self._ring_bell: OwnedFd | None = None
         self._handlers: dict[int, Callable[[int], None]] = {}
         self._readers: dict[int, Reader] = {}
         self._looked_at: tuple[tuple[tuple[int, int], ...], tuple[Reader, ...]] = (), ()  # the same: events, readers
+        self._take: tuple[Take, int] | None = None  # and for which process
+        self._led: Polled | None = None  # what `lead` has to know
+        self.is_busy = False
+        """Whether something waits for the next `pump`, and nobody is to wait before it."""
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._count = itertools.count()
         self._lock = threading.Lock()
@@ -53,7 +59,6 @@ class Poller:
         self._running = 0  # the thread that runs handlers
         self._rounds = 0
         self.register(self.waker.fileno(), lambda _: self.waker.clear())
-        self._ring_bell: OwnedFd | None = None
         if not ring.why_not:
             self._ring_bell = ring.bell()
             self._epoll.register(self._ring_bell.fd, select.EPOLLIN | select.EPOLLET)
@@ -76,6 +81,18 @@ class Poller:
             if reader is not None:
                 self._readers[fd] = reader
             self._looked_at = tuple((each, 0) for each in self._readers), tuple(self._readers.values())
+            self._prepare()
+
+    def deliver_by(self, take: Take, proc: int) -> None:
+        """Messages for that process go to `take`, in `lead`."""
+        with self._lock:
+            self._take = take, proc
+            self._prepare()
+
+    def _prepare(self) -> None:
+        if self._ring_bell is not None and self._take is not None:
+            readers = self._looked_at[1]
+            self._led = readers, self._epoll_fd, self._ring_bell.fd, self.waker, self._bell, *self._take
 
     def replace(self, fd: int, handler: Callable[[int], None]) -> None:
         """Another handler for a descriptor that is registered."""
@@ -130,6 +147,37 @@ class Poller:
         finally:
             self._running = 0
 
+    def lead(self, lock: threading.Lock, signal: Signal, timeout_s: float | None, *, calls_only: bool) -> bool | None:
+        """Wait until `signal` is set, with the lock, if that is free, and deliver what the rings bring meanwhile: as
+        `poll` again and again, in one step of the compiled part, which no handler of a signal interrupts. False where
+        the time is over, or there is more to do: `poll` does it. None: nothing was waited for.
+
+        Args:
+            calls_only: run no code of Python meanwhile. Calls to actors need none, as a rule.
+
+        Raises:
+            Exception: of who takes messages.
+        """
+        led, timers, spin = self._led, self._timers, self._spin
+        if led is None or self.is_busy:
+            return None
+        if timers:
+            left_s = timers[0][0] - time.monotonic()
+            if timeout_s is None or left_s < timeout_s:
+                timeout_s = left_s
+        if timeout_s is not None and timeout_s <= 0.0:
+            return None
+        look_s = spin.time_s if signal.looks and spin.pays() else 0.0
+        done = ring.lead(lock, signal, led, calls_only, look_s, timeout_s)
+        if done is None:
+            return None
+        is_set, found, longest_s, slept_s = done
+        if longest_s >= 0.0:
+            spin.learn(found, longest_s)
+        if slept_s >= 0.0:
+            spin.slept(slept_s)
+        return is_set
+
     def _wait(self, timeout_s: float | None, looks: bool) -> list[tuple[int, int]]:
         events, readers = self._looked_at
         spin = self._spin
@@ -176,7 +224,7 @@ class Poller:
     def shut(self) -> None:
         """Wait for nothing more; registering fails from now on."""
         self.closed = True
-        self._epoll_fd = -1
+        self._epoll_fd, self._led, self._take = -1, None, None
         self._epoll.close()
 
     def close(self) -> None:

@@ -144,6 +144,13 @@ class _Numbering:
     """(number, parts, size in bytes), oldest first."""
     unacked_bytes: int = field(default=0, init=False)
 
+    delivered: int = field(default=0, init=False)
+    """Messages that a ring has delivered itself."""
+    ack_is_timed: bool = field(default=False, init=False)
+    """Whether a timer sends the acknowledgement that is owed."""
+    room_is_awaited: bool = field(default=False, init=False)
+    """Whether somebody is to hear of what the peer acknowledges."""
+
     _acknowledged: int = field(default=0, init=False)  # the last number that we told the peer
     _unacknowledged_bytes: int = field(default=0, init=False)
     _ack_due_s: float | None = field(default=None, init=False)

@@ -179,7 +179,7 @@ class RingLink:
             self.ring.carry(session)
 
     def deliver(self, take: Callable[[Any], None], proc: int, now_s: float) -> bool:
-        return self.ring is not None and self.ring.deliver(take, proc, self._received, now_s)
+        return self.ring is not None and self.ring.deliver(take, proc, now_s)
 
     def _mark(self) -> bytes:
         return _START if self._writer is None else _MARK.pack(self._writer.position)

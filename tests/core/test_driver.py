@@ -42,6 +42,9 @@ class Links:
         self.posted.append(action)
         self.wake_fd.set()
 
+    def lead(self, *_: object, calls_only: bool) -> None:
+        """Nothing here is simple enough for it."""
+
     def pump(self, timeout_s: float | None) -> None:
         self.pumping += 1
         if self.pumping > 1:
@@ -64,7 +67,7 @@ def links() -> Links:
 @pytest.fixture(params=["caller", "thread"])
 def driver(request: pytest.FixtureRequest, links: Links) -> Iterator[CallerDriver | ThreadDriver]:
     made = make_driver(request.param)
-    made.start(links.pump, links.wake_fd, "test")
+    made.start(links.pump, links.lead, links.wake_fd, "test")
     yield made  # type: ignore[misc]
     made.stop()
     assert not made.thread.is_alive()  # type: ignore[attr-defined]
@@ -75,7 +78,7 @@ def driver(request: pytest.FixtureRequest, links: Links) -> Iterator[CallerDrive
 @pytest.fixture
 def caller(links: Links) -> Iterator[CallerDriver]:
     made = CallerDriver()
-    made.start(links.pump, links.wake_fd, "test")
+    made.start(links.pump, links.lead, links.wake_fd, "test")
     yield made
     made.stop()
     assert not made.thread.is_alive()
@@ -660,7 +663,7 @@ def test_the_side_thread_leads_after_a_rest_whatever_wakes_it(
 ) -> None:
     monkeypatch.setattr("monarch.core.driver.make_alarm", make)
     driver = CallerDriver()
-    driver.start(links.pump, links.wake_fd, "test")
+    driver.start(links.pump, links.lead, links.wake_fd, "test")
     for _ in range(3):
         signal = Signal()
         waiter = _start(lambda signal=signal: driver.wait(signal, _LIMIT_S))  # type: ignore[misc]

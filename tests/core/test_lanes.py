@@ -44,6 +44,7 @@ class Way:
         self.writer = ring.accept(fds)
         self.reader.attended = True
         self.reader.carry(self.there)
+        self.there.ack_is_timed = True
         self.bells, self._bell = socket.socketpair()
         self.bells.setblocking(False)
         self.lane: Any = compiled.part.Lane(self.writer, self.session, self._bell.fileno(), most_bytes)
@@ -64,7 +65,7 @@ class Way:
         return got
 
     def deliver(self, take: Callable[[Any], object], proc: int = 7) -> bool:
-        return self.reader.deliver(take, proc, 0, 0.0)
+        return self.reader.deliver(take, proc, 0.0)
 
     @property
     def bell_rang(self) -> bool:

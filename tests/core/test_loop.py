@@ -25,6 +25,9 @@ class _NoLinks:
     def wait(self, signal: Signal, timeout_s: float | None = None) -> bool:
         return _sleep_until_set(signal, timeout_s)
 
+    def idle(self, signal: Signal, timeout_s: float | None) -> None:
+        self.wait(signal, timeout_s)
+
 
 class _Answers(_NoLinks):
     """Does something before the first wait."""

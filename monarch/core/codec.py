@@ -45,6 +45,7 @@ _BULK: Final = frozenset((bytes, bytearray, memoryview))
 _MAX_DEPTH: Final = 4
 _MAX_ITEMS: Final = 64
 _SIMPLE, _OTHER, _LARGE = range(3)
+_LIMIT: Final = "codec_max_frame_length"
 
 
 Memory = Callable[[], Allocate | None]
@@ -68,7 +69,8 @@ def encode_last(box: list[Any], find_memory: Memory = _anywhere) -> list[Buffer]
     """As `encode`, of the only item of `box`, which is taken out: what nobody here needs any more. Memory that was lent
     to this process, and that nothing else shows, is passed on as it is, which costs no copy and no memory."""
     if type(box[0]) in _ATOMS:
-        return _within_limit([pickle.dumps(box.pop(), 5)])
+        parts: list[Buffer] = [pickle.dumps(box.pop(), 5)]
+        return _within_limit(parts) if settings.get(_LIMIT) else parts
     claims: list[tuple[int, Claim]] = []
     parts = _encoded(box.pop(), find_memory, True, claims)  # in no variable: from here on nothing of ours holds it
     for at, claimed in claims:
@@ -101,7 +103,8 @@ def encode_call(
             _thread.lock, which cannot be pickled".
     """
     if not kwargs and _ATOMS.issuperset(map(type, args)):
-        return _within_limit([pickle.dumps((args, kwargs), 5)])  # 0.6 us for three plain arguments
+        plain: list[Buffer] = [pickle.dumps((args, kwargs), 5)]  # 0.6 us for three of them
+        return _within_limit(plain) if settings.get(_LIMIT) else plain
     call = (args, kwargs)
     verdict = _survey(args, _MAX_DEPTH)
     if kwargs and verdict != _LARGE:
@@ -119,7 +122,7 @@ def encode_call(
 
 def _within_limit(parts: list[Buffer]) -> list[Buffer]:
     """Raises: ValueError when the setting `codec_max_frame_length` is lower than what the parts have together."""
-    limit = settings.get("codec_max_frame_length")
+    limit = settings.get(_LIMIT)
     if limit and (size := sum(map(len, parts))) > limit:
         raise ValueError(
             f"rejecting oversize frame: len={size} > max={limit}; the limit is the setting codec_max_frame_length "

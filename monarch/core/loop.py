@@ -116,6 +116,7 @@ class ActorLoop(asyncio.SelectorEventLoop):
 
     Attributes:
         may_block: whether the code that runs now may block, although it sees the loop.
+        is_hidden: see `hide`.
     """
 
     may_block = False
@@ -125,7 +126,7 @@ class ActorLoop(asyncio.SelectorEventLoop):
         self._mailbox_selector = selector = _MailboxSelector(signal, driver)
         selector.loop = self
         self._captured: list[asyncio.Handle] | None = None
-        self._is_hidden = False
+        self.is_hidden = False
         super().__init__(self._mailbox_selector)
 
     def set_turn(self, turn: Callable[[], None]) -> None:
@@ -135,13 +136,13 @@ class ActorLoop(asyncio.SelectorEventLoop):
     def hide(self) -> None:
         """From now on, until `show` or asyncio's next turn, no event loop seems to run in this thread: what is called
         may block. Each message on its own would cost 1 us more."""
-        if not self._is_hidden:
-            self._is_hidden = True
+        if not self.is_hidden:
+            self.is_hidden = True
             asyncio._set_running_loop(None)
 
     def show(self) -> None:
-        if self._is_hidden:
-            self._is_hidden = False
+        if self.is_hidden:
+            self.is_hidden = False
             asyncio._set_running_loop(self)
 
     # The self-pipe of a stock loop is made only where somebody needs the descriptor: for signal handlers.

@@ -37,7 +37,6 @@ from monarch.mesh.port import Port
 from monarch.mesh.shape import Extent, Point
 from monarch.mesh.undeliverable import Undeliverable
 from monarch.supervision.failure import MeshFailure
-from monarch.transports.base import Buffer
 
 log = get_logger("monarch.actor")
 
@@ -150,7 +149,10 @@ class ActorBehavior:
 
     def handle(self, envelope: Envelope) -> Waiting | Down | None:
         try:
-            called = self._describe(envelope.parts[0])
+            description = envelope.parts[0]
+            called = self._calls.get(description) if type(description) is bytes else None
+            if called is None:
+                called = self._describe(bytes(description))
             name, extra = called.name, called.extra
             port = _IMPLIED if envelope.reply_port else None
             if extra is not None and "reply" in extra:
@@ -169,7 +171,17 @@ class ActorBehavior:
             if point is None:
                 point = called.add_point(envelope.rank)
             current_context.set(Context(instance, point, served))
-            box = self._arguments(envelope, name)
+            # Who runs the endpoint takes them out, and nothing else here keeps what they are built over: what the
+            # endpoint returns of it may be passed on as it is.
+            parts = envelope.parts
+            envelope.parts = parts[:1]
+            try:
+                box = [*codec.decode(parts[1:])]
+            except Exception as error:
+                with contextlib.suppress(Exception):
+                    error.add_note(f"the arguments of {instance.member}.{name} could not be rebuilt there")
+                raise
+            del parts
             if spec.sends_itself:
                 box[0] = (self._handed_out(envelope, port), *box[0])
         except Exception as error:
@@ -178,20 +190,8 @@ class ActorBehavior:
             return Waiting(self._run_async(served, envelope, spec, port, box), spec.concurrent)
         return self._run_sync(served, envelope, spec, port, box)
 
-    def _arguments(self, envelope: Envelope, name: str) -> list[Any]:
-        """`[args, kwargs]`. Who runs the endpoint takes them out, and nothing else here keeps what they are built over:
-        what the endpoint returns of it may be passed on as it is."""
-        parts = envelope.parts
-        envelope.parts = parts[:1]
-        try:
-            return [*codec.decode(parts[1:])]
-        except Exception as error:
-            with contextlib.suppress(Exception):
-                error.add_note(f"the arguments of {self._instance.member}.{name} could not be rebuilt there")
-            raise
-
     def endpoint_of(self, envelope: Envelope) -> str:
-        name = self._describe(envelope.parts[0]).name
+        name = self._describe(bytes(envelope.parts[0])).name
         return "initialized" if name == READY else name
 
     def _handed_out(self, envelope: Envelope, port: Port[Any] | None) -> Port[Any]:
@@ -204,9 +204,8 @@ class ActorBehavior:
             port._on_use = lambda: self._owed.discard(envelope)
         return port
 
-    def _describe(self, description: Buffer) -> _Called:
+    def _describe(self, description: bytes) -> _Called:
         """Which endpoint a call is for, the view that was called, and what the caller wants beside."""
-        description = bytes(description)
         calls = self._calls
         found = calls.get(description)
         if found is None:
@@ -248,7 +247,8 @@ class ActorBehavior:
     ) -> Down | None:
         instance = self._instance
         instance.serving.append(served)
-        instance.loop.hide()
+        if not instance.loop.is_hidden:
+            instance.loop.hide()
         try:
             kwargs, args = box.pop(), box.pop()
             box.append(spec.method(self._actor, *args, **kwargs))

@@ -19,8 +19,7 @@ HERE, THERE = ProcId(Uid("here", 7)), ProcId(Uid("there", 8))
 
 
 class Link:
-    """Has what it is given: frames, and messages that it delivers itself, before these. As a ring, it leaves it to others
-    to see to acknowledgements."""
+    """Has what it is given: frames, and messages that it delivers itself, before these. Others acknowledge."""
 
     def __init__(self) -> None:
         self.frames: list[Any] = []

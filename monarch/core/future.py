@@ -28,7 +28,7 @@ log = get_logger("monarch.future")
 
 R = TypeVar("R")
 _cell_lock = threading.Lock()  # guards every future's completion and callbacks; held for some instructions only
-_unseen: Final[weakref.WeakSet[Future[Any]]] = weakref.WeakSet()  # those with a failure that nobody has looked at
+_unseen: Final[weakref.WeakSet[_Unseen]] = weakref.WeakSet()
 
 
 class Outcome(Exception):
@@ -37,6 +37,28 @@ class Outcome(Exception):
     def __init__(self, error: BaseException) -> None:
         super().__init__(error)
         self.error = error
+
+
+class _Unseen:
+    """A failure that nobody has looked at. It is told when its future goes, or the program ends."""
+
+    __slots__ = ("__weakref__", "_words")
+
+    def __init__(self, words: Callable[[], str]) -> None:
+        self._words: Callable[[], str] | None = words
+        _unseen.add(self)
+
+    def forget(self) -> None:
+        self._words = None
+
+    def tell(self) -> None:
+        words, self._words = self._words, None
+        if words is not None:
+            tell_unseen(words())
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self.tell()
 
 
 _EXPLAIN_S: Final = 0.5
@@ -79,7 +101,7 @@ class Future(Generic[R]):
     _resolving: RLock | None
     _thunk: Callable[[], R] | None
     _traceback: TracebackType | None
-    _trouble: Callable[[], str] | None
+    _unseen: _Unseen | None
     _value: Any
 
     __slots__ = (
@@ -93,12 +115,11 @@ class Future(Generic[R]):
         "_resolving",
         "_thunk",
         "_traceback",
-        "_trouble",
+        "_unseen",
         "_value",
     )
 
     def __init__(self) -> None:
-        self._trouble = None
         raise TypeError("futures come from calls; they cannot be constructed")
 
     def __reduce__(self) -> NoReturn:
@@ -121,21 +142,8 @@ class Future(Generic[R]):
         self._value = None
         self._error = None
         self._traceback = None
-        self._trouble = None
+        self._unseen = None
         return self
-
-    def __del__(self) -> None:
-        try:
-            untold = self._trouble is not None
-        except AttributeError:  # an interrupt has kept it from being made
-            return
-        if untold and not sys.is_finalizing():
-            self._tell_unseen()
-
-    def _tell_unseen(self) -> None:
-        trouble, self._trouble = self._trouble, None
-        if trouble is not None:
-            tell_unseen(trouble())
 
     @classmethod
     def _completed(cls, value: R) -> Future[R]:
@@ -165,16 +173,18 @@ class Future(Generic[R]):
     def _complete(self, thunk: Callable[[], R], trouble: Callable[[], str] | None = None) -> bool:
         """Complete with a thunk that gives the value or raises; False when it was complete already. If it raises,
         `trouble` says so in words: they are logged when the future or the program ends, and nobody has looked."""
+        unseen = _Unseen(trouble) if trouble is not None else None
         with _cell_lock:
-            if self._done:
-                return False
-            self._thunk = thunk
-            self._trouble = trouble
-            self._done = True
-            self._call = None  # it has this future, too
-            callbacks, self._callbacks = self._callbacks, None
-        if trouble is not None:
-            _unseen.add(self)
+            is_late = self._done
+            if not is_late:
+                self._thunk, self._unseen = thunk, unseen
+                self._done = True
+                self._call = None  # it has this future, too
+                callbacks, self._callbacks = self._callbacks, None
+        if is_late:
+            if unseen is not None:
+                unseen.forget()
+            return False
         if callbacks is not None:
             for callback in callbacks:
                 callback()
@@ -255,10 +265,13 @@ class Future(Generic[R]):
                             failed = self._decode_again(thunk)
                     if failed is not None:
                         self._fail_with(failed)
-                    self._thunk = self._trouble = None
+                    self._thunk = None
+                    self._was_seen()
                     if type(failed) is not type(error):
                         raise  # it was the handler's: it is for who looks now
-                self._thunk = self._trouble = None
+                self._thunk = None
+                if self._unseen is not None:
+                    self._was_seen()
 
     def _decode_again(self, thunk: Callable[[], R]) -> Exception | None:
         try:
@@ -266,6 +279,11 @@ class Future(Generic[R]):
         except Exception as error:
             return error
         return None
+
+    def _was_seen(self) -> None:
+        unseen, self._unseen = self._unseen, None
+        if unseen is not None:
+            unseen.forget()
 
     def _fail_with(self, error: Exception) -> None:
         """Another BaseException interrupts a look, and is not what the call ended with: look again."""
@@ -417,5 +435,5 @@ def tell_unseen(failure: str) -> None:
 
 def tell_all_unseen() -> None:
     """The program ends, and with it all its futures."""
-    for future in list(_unseen):
-        future._tell_unseen()
+    for each in list(_unseen):
+        each.tell()

@@ -97,7 +97,7 @@ class Proc:
         self.on_actor_ended: list[Callable[[int], None]] = []  # called before anybody hears of the end
         self.run_actor: Callable[[str, Run, Failed], None] = run_on_thread
         self.on_unborn: Callable[[int], None] = lambda number: None
-        self._numbers = itertools.count(16)
+        self.new_port: Callable[[], int] = itertools.count(16).__next__
         self._unborn: dict[int, list[Envelope]] = {}
         self._lock = threading.Lock()
         self.locator = Locator(self)
@@ -126,9 +126,6 @@ class Proc:
     @property
     def proc_id(self) -> ProcId:
         return self.gateway.proc
-
-    def new_port(self) -> int:
-        return next(self._numbers)
 
     def pending_calls(self) -> Iterator[PendingCall]:
         """Those that endpoints of this process have made."""

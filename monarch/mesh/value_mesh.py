@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from _thread import RLock  # that of `threading` is a function around it
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pprint import pformat
 from textwrap import indent
+from threading import Lock
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, SupportsIndex, TypeVar
 
@@ -24,8 +26,12 @@ _SCALARS = (bool, int, str, bytes)
 """Immutable, and equal ones of one type cannot be told apart. Not float: 0.0 == -0.0."""
 
 
-class _Undecoded:
-    """A value still to be computed. What the function raises is kept and raised for every reader; an exception that
+class _Undecoded(partial[Any]):
+    """Stands for a value that nobody has read yet: decodes it."""
+
+
+class _Decoding:
+    """A value that somebody reads. What the function raises is kept and raised for every reader; an exception that
     stops the program, such as KeyboardInterrupt, leaves it undecoded."""
 
     __slots__ = ("_decode", "_error", "_lock", "_traceback", "_value")
@@ -49,6 +55,9 @@ class _Undecoded:
             if self._error is not None:
                 raise self._error.with_traceback(self._traceback)  # else it grows by a frame with each reader
             return self._value
+
+
+_cells_lock = Lock()  # held for an instruction or two
 
 
 def _compressed(values: list[Any]) -> list[Any]:
@@ -137,6 +146,11 @@ class ValueMesh(MeshView, Generic[R]):
     def _at(self, cell: int) -> R:
         value = self._cells[cell]
         if type(value) is _Undecoded:
+            with _cells_lock:
+                value = self._cells[cell]
+                if type(value) is _Undecoded:
+                    value = self._cells[cell] = _Decoding(value)
+        if type(value) is _Decoding:
             value = self._cells[cell] = value.value()
         return value  # type: ignore[no-any-return]  # cells hold what the caller gave
 

@@ -300,8 +300,3 @@ def test_a_coroutine_runs_on_a_thread_of_its_own() -> None:
 
     assert Future._from_coro(work(False)).get(10) != threading.get_ident()
     assert isinstance(Future._from_coro(work(True)).exception(10), KeyError)
-
-
-def test_one_that_an_interrupt_has_kept_from_being_made_goes_in_silence(capsys: pytest.CaptureFixture[str]) -> None:
-    Future.__new__(Future).__del__()
-    assert not capsys.readouterr().err

@@ -77,7 +77,8 @@ def test_the_handler_of_a_signal_ends_a_sleep_and_may_raise(poller: Poller) -> N
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.01)
         with pytest.raises(InterruptedError, match="by the handler"):
-            poller.poll(WAIT_S)
+            for _ in range(2):  # what has rung before this one was made ends the first
+                poller.poll(WAIT_S)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)

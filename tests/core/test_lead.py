@@ -1,0 +1,229 @@
+"""To lead in one step: what the rings bring is delivered until a signal is set, and all else is left to who polls."""
+
+from __future__ import annotations
+
+import gc
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from monarch import compiled
+from monarch.core.driver import Signal
+from monarch.core.envelope import Kind
+from monarch.transports import ring
+from monarch.wake import Wake
+from tests.core.test_lanes import Home, Way, post
+
+pytestmark = pytest.mark.skipif(bool(compiled.why_not), reason=compiled.why_not or "there are rings")
+WAIT_S = 30.0
+
+
+class Leader:
+    """A process with one actor, one ring, and a descriptor beside."""
+
+    def __init__(self) -> None:
+        self.way, self.home = Way(), Home()
+        self.signal = self.home.mailbox.signal
+        self.lock = threading.Lock()
+        self.waker, self.byte, self.bell = Wake(), bytearray(1), ring.bell()
+        self.beside = os.eventfd(0, os.EFD_NONBLOCK)
+        self.epoll = select.epoll()
+        self.epoll.register(self.bell.fd, select.EPOLLIN | select.EPOLLET)
+        self.epoll.register(self.waker.fileno(), select.EPOLLIN)
+        self.epoll.register(self.beside, select.EPOLLIN)
+        self.epoll.poll(0)  # the bell has rung for others
+
+    def lead(self, *, calls_only: bool = True, look_s: float = 0.0, timeout_s: float | None = 0.0) -> Any:
+        readers = (self.way.reader,)
+        polled = readers, self.epoll.fileno(), self.bell.fd, self.waker, self.byte, self.home.delivery, 7
+        try:
+            return ring.lead(self.lock, self.signal, polled, calls_only, look_s, timeout_s)
+        finally:
+            assert self.signal.wake is None and not self.signal.pumping and self.waker.bell is None
+            assert not self.byte[0]
+
+    def close(self) -> None:
+        self.epoll.close()
+        os.close(self.beside)
+        self.waker.close()
+        self.way.close()
+
+
+@pytest.fixture
+def leader() -> Iterator[Leader]:
+    made = Leader()
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("look_s", [0.0, 1e-4])
+def test_a_call_that_is_there_is_delivered_at_once(leader: Leader, look_s: float) -> None:
+    post(leader.way.target())
+
+    is_set, found, longest_s, slept_s = leader.lead(look_s=look_s)
+
+    assert is_set and len(leader.home.mailbox.calls) == 1 and not leader.lock.locked()
+    assert not found and longest_s < 0 and slept_s < 0, "there was no need to look, or to sleep"
+
+
+@pytest.mark.parametrize("look_s", [0.0, WAIT_S])
+def test_a_call_that_comes_later_ends_the_wait_for_it(leader: Leader, look_s: float) -> None:
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(leader.lead(look_s=look_s, timeout_s=WAIT_S)))
+    thread.start()
+    while not leader.lock.locked():
+        time.sleep(0)  # until it leads
+    post(leader.way.target())
+    thread.join(WAIT_S)
+
+    ((is_set, found, longest_s, slept_s),) = results
+    assert is_set and len(leader.home.mailbox.calls) == 1
+    assert (slept_s < 0 <= longest_s and found) if look_s else (longest_s < 0 <= slept_s)
+
+
+@pytest.mark.parametrize("look_s", [0.0, WAIT_S])
+def test_whoever_sets_the_signal_ends_the_wait(leader: Leader, look_s: float) -> None:
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(leader.lead(look_s=look_s, timeout_s=WAIT_S)))
+    thread.start()
+    while not leader.lock.locked():
+        time.sleep(0)
+    leader.signal.notify()
+    thread.join(WAIT_S)
+    assert results[0][0] and not leader.lock.locked()
+
+
+def test_where_another_leads_nothing_is_done(leader: Leader) -> None:
+    post(leader.way.target())
+    with leader.lock:
+        assert leader.lead() is None
+    assert not leader.home.mailbox.calls and leader.lead()[0]
+
+
+def test_what_a_descriptor_has_is_left_to_who_polls(leader: Leader) -> None:
+    os.eventfd_write(leader.beside, 1)
+    assert not leader.lead(timeout_s=WAIT_S)[0]
+    assert [fd for fd, _ in leader.epoll.poll(0)] == [leader.beside]
+
+
+def test_the_time_is_over(leader: Leader) -> None:
+    is_set, _, _, slept_s = leader.lead(timeout_s=0.01)
+    assert not is_set and slept_s >= 0.01
+
+
+def test_calls_for_others_do_not_end_the_wait(leader: Leader) -> None:
+    mine = Signal()
+    theirs, leader.signal = leader.signal, mine
+    post(leader.way.target())
+    assert not leader.lead(timeout_s=0.01)[0]
+    assert theirs.is_set and len(leader.home.mailbox.calls) == 1
+
+
+def _is_a_value(leader: Leader) -> None:
+    compiled.post((leader.way.target(),), [b"value"], b"", Kind.PORT, 0, 60, 3, 4, 5, 6, 0)
+
+
+def _is_for_another_process(leader: Leader) -> None:
+    post(leader.way.target(proc=8))
+
+
+def _is_for_nobody(leader: Leader) -> None:
+    leader.home.actors.clear()
+    post(leader.way.target())
+
+
+@pytest.mark.parametrize("comes", [_is_a_value, _is_for_another_process, _is_for_nobody])
+def test_what_needs_code_of_python_is_left_until_somebody_has_looked(leader: Leader, comes: Any) -> None:
+    comes(leader)
+    for _ in range(2):
+        assert not leader.lead(timeout_s=WAIT_S)[0], "it is left, and does not wait"
+    assert not leader.home.values and not leader.home.left and leader.way.there.received == 0
+
+    assert _sleeps(leader) == [(1, 0)]
+    leader.way.deliver(leader.home.delivery)
+    leader.way.take()
+    assert leader.way.there.received == 1 and _sleeps(leader) == []
+
+
+def _sleeps(leader: Leader) -> Any:
+    return ring.sleep((leader.way.reader,), ((1, 0),), leader.epoll.fileno(), leader.bell.fd, 0.0)[0]
+
+
+def test_values_are_delivered_where_code_of_python_may_run(leader: Leader) -> None:
+    leader.home.deliver = lambda message: (leader.home.values.append(message), leader.signal.notify())  # type: ignore[method-assign]
+    _is_a_value(leader)
+    assert leader.lead(calls_only=False)[0]
+    assert [value.parts for value in leader.home.values] == [[b"value"]]
+
+
+def test_an_error_of_who_takes_a_value_is_raised_and_the_lead_is_free(leader: Leader) -> None:
+    def refuse(message: Any) -> None:
+        raise ValueError("no")
+
+    leader.home.deliver = refuse  # type: ignore[method-assign]
+    _is_a_value(leader)
+    with pytest.raises(ValueError, match="no"):
+        leader.lead(calls_only=False)
+    assert not leader.lock.locked() and leader.way.there.received == 1
+
+
+@pytest.mark.parametrize("wants", ["ack", "room"])
+def test_who_is_to_acknowledge_or_to_tell_of_room_is_left_something(leader: Leader, wants: str) -> None:
+    if wants == "ack":
+        leader.way.there.ack_is_timed = False
+    else:
+        leader.way.there.room_is_awaited = True
+        leader.way.there.keep([b""], 1)
+        leader.way.session.took(0, 0.0)  # what goes out says that it has come
+    post(leader.way.target())
+    assert leader.lead()[0] and len(leader.home.mailbox.calls) == 1
+    assert _sleeps(leader) == [(1, 0)]
+
+
+def test_a_handler_that_raises_leaves_nothing_behind(leader: Leader) -> None:
+    """Whenever it comes: the lead is free, and of the calls none is lost, and none comes twice."""
+
+    class Interrupt(Exception):
+        pass
+
+    armed: list[int] = []
+
+    def handler(*_: object) -> None:
+        if armed:
+            armed.clear()
+            raise Interrupt
+
+    gc.collect()  # not meanwhile: a finalizer that is interrupted complains
+    gc.disable()
+    old = signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 1e-4, 1.1e-4)
+    interrupted, calls = 0, leader.home.mailbox.calls
+    try:
+        for _ in range(1_000_000):
+            try:
+                armed.append(1)
+                if len(calls) == leader.way.session.sent:
+                    post(leader.way.target())
+                leader.signal.clear()
+                leader.lead(timeout_s=1e-3)
+                leader.way.there.told()
+                armed.clear()
+            except Interrupt:
+                interrupted += 1
+            assert not leader.lock.locked()
+            if interrupted == 200:
+                break
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old)
+        gc.enable()
+    leader.signal.clear()
+    leader.lead()
+    assert interrupted == 200
+    assert [call.seq for call in calls] == list(range(leader.way.session.sent))

@@ -17,7 +17,7 @@ from monarch.core.monitor import PeerGone
 from monarch.errors import SupervisionError
 from monarch.launch.bootstrap import BootstrapCommand, default_bootstrap_cmd
 from monarch.mesh.actor import Actor
-from monarch.mesh.context import context
+from monarch.mesh.context import ActorInstance, context
 from monarch.mesh.dispatch import settle_result
 from monarch.mesh.endpoint import endpoint
 from monarch.mesh.lines import Origin
@@ -120,9 +120,10 @@ class HostMesh(MeshView):
         Raises:
             ValueError: a label is there twice, a size is not positive, or `proc_bind` has the wrong length.
             TypeError: an argument is not of its kind.
-            RuntimeError: the client has been shut down.
+            RuntimeError: the client has been shut down; or an actor's process imports the module that calls this.
         """
         self._refuse_ended()
+        _refuse_import()
         per_host = _checked_sizes(per_host)
         _check_kinds(bootstrap, name, proc_bind, bootstrap_command)
         name = "anon" if name is None else name
@@ -284,6 +285,18 @@ class HostMesh(MeshView):
 
     def __repr__(self) -> str:
         return f"<HostMesh {dict(self._region.extent)}>"
+
+
+def _refuse_import() -> None:
+    """Raises: RuntimeError, where a process imports the class of an actor, and the module starts processes: they would
+    import it, too, and start more."""
+    actor = context().actor_instance
+    if isinstance(actor, ActorInstance) and actor.is_imported:
+        raise RuntimeError(
+            f"spawn_procs() was called while {actor.class_name} was imported for the actor {actor.place}: a module "
+            "that starts processes where it is imported does so in each of them; put that under "
+            '`if __name__ == "__main__":`'
+        )
 
 
 def _checked_sizes(per_host: Mapping[str, int] | None) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import inspect
 import signal
 import threading
@@ -17,6 +18,7 @@ import pytest
 from monarch.actor import (
     Accumulator,
     Actor,
+    ActorError,
     ActorMesh,
     Channel,
     Endpoint,
@@ -526,6 +528,63 @@ def test_a_large_result_and_argument_pass_whole(spawn: Spawn, shared: Shared) ->
 
 
 # How they look to editors and `help`
+
+
+_noted: contextvars.ContextVar[str] = contextvars.ContextVar("noted", default="nothing")
+
+
+class NeverWaits(Actor):
+    """Its endpoints are `async def`, and have nothing to wait for: they need no task."""
+
+    def __init__(self) -> None:
+        self.later: list[str] = []
+
+    @endpoint
+    async def note(self, what: str) -> str:
+        before = _noted.get()
+        _noted.set(what)
+        return before
+
+    @endpoint
+    async def begin(self, what: str) -> None:
+        async def append() -> None:
+            await asyncio.sleep(0)
+            self.later.append(what)
+
+        self.task = asyncio.create_task(append())
+
+    @endpoint
+    async def finish(self) -> list[str]:
+        await self.task
+        return self.later
+
+    @endpoint
+    async def fail(self) -> None:
+        raise StopIteration("of the endpoint")
+
+    @endpoint
+    async def leave(self) -> None:
+        raise SystemExit(3)
+
+
+def test_an_async_endpoint_that_never_waits_has_a_context_of_its_own_and_sees_its_loop(
+    spawn: Spawn, shared: Shared
+) -> None:
+    actor = spawn(NeverWaits, on=shared.procs.slice(hosts=0, gpus=0))
+    assert [actor.note.call_one(what).get() for what in ("a", "b")] == ["nothing", "nothing"]
+    for what in "ab":
+        actor.begin.call_one(what).get()
+    assert actor.finish.call_one().get() == ["a", "b"]
+
+
+def test_an_async_endpoint_that_never_waits_fails_as_others_do(spawn: Spawn, shared: Shared) -> None:
+    actor = spawn(NeverWaits, on=shared.procs.slice(hosts=0, gpus=0))
+    with pytest.raises(ActorError, match="StopIteration") as raised:
+        actor.fail.call_one().get()
+    assert isinstance(raised.value.exception, RuntimeError)
+    with pytest.raises(SupervisionError, match="status 3"):
+        actor.leave.call_one().get()
+    shared.client.expect_fault()
 
 
 class Documented(Actor):

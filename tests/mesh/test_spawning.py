@@ -276,6 +276,28 @@ def test_the_environment_is_there_before_the_first_import_of_a_users_module(
         sys.modules.pop("reads_environment", None)
 
 
+def test_a_module_that_starts_processes_where_it_is_imported_does_not_do_so_in_these(
+    real_client: TestClient, tmp_path: Any
+) -> None:
+    """Each would import it, too, and start more, and so on."""
+    (tmp_path / "starts_processes.py").write_text(
+        "from monarch.actor import Actor, endpoint, this_host\n"
+        "class Worker(Actor):\n    @endpoint\n    def work(self) -> int:\n        return 1\n"
+        "procs = this_host().spawn_procs()\n"
+        "workers = procs.spawn('workers', Worker)\n"
+    )
+    sys.path.insert(0, str(tmp_path))
+    try:
+        import starts_processes  # type: ignore[import-not-found]
+
+        with pytest.raises(SupervisionError, match=r"starts_processes.Worker was imported .* `if __name__ == "):
+            starts_processes.workers.work.call_one().get(20)
+    finally:
+        sys.path.remove(str(tmp_path))
+        sys.modules.pop("starts_processes", None)
+    real_client.expect_fault("starts processes where it is imported")
+
+
 @pytest.mark.slow
 def test_another_interpreter_is_run(real_client: TestClient, tmp_path: Any) -> None:
     wrapper = tmp_path / "python"

@@ -1489,15 +1489,26 @@ static PyObject *module_sleep(PyObject *module, PyObject *const *args, Py_ssize_
 
 typedef struct {
     readers all;
-    PyObject *take, *signal;
+    PyObject *take, *signal, *waker;
     uint64_t proc;
     int epoll, bell, calls_only;
-    volatile char *byte; /* which others set who want this thread, while it looks */
-    int found;           /* by the look */
+    PyObject *byte; /* which others set who want this thread, while it looks */
+    int found;      /* by the look */
     double longest_s, slept_s;
 } Lead;
 
 static int is_set(const Lead *self) { return attribute(self->signal, name_of_is_set) != Py_False; }
+
+/* Whether there is no need to sleep any more. */
+static int look_first(Lead *self, double look_s) {
+    volatile char *byte = PyByteArray_AsString(self->byte);
+    if (PyObject_SetAttr(self->waker, name_of_bell, self->byte)) return 1;
+    self->found = look(&self->all, self->epoll, byte, look_s, &self->longest_s);
+    PyObject_SetAttr(self->waker, name_of_bell, Py_None); /* who wants this thread from now on writes to a descriptor */
+    int wanted = *byte;
+    *byte = 0;
+    return wanted || self->found || some_want_a_look(&self->all);
+}
 
 /* Wait once, and deliver. Whether there is nothing else to do but to wait again; -1: an exception is set */
 static int lead_once(Lead *self, double look_s, double timeout_s, int round) {
@@ -1505,11 +1516,8 @@ static int lead_once(Lead *self, double look_s, double timeout_s, int round) {
     struct epoll_event events[MOST_EVENTS];
     int goes_on = 1, count = 0, ready = some_want_a_look(&self->all);
     double now_s;
-    if (!ready && look_s > 0) {
-        ready = self->found = look(&self->all, self->epoll, self->byte, look_s, &self->longest_s);
-        goes_on = !*self->byte;
-        ready = ready || some_want_a_look(&self->all);
-    }
+    if (!ready && look_s > 0) ready = look_first(self, look_s);
+    if (PyErr_Occurred()) return -1;
     if (!ready) {
         count = sleep_on(&self->all, self->epoll, timeout_s, events, &self->slept_s);
         goes_on = count > 0;
@@ -1532,36 +1540,28 @@ static PyObject *module_lead(PyObject *module, PyObject *const *args, Py_ssize_t
         PyErr_SetString(PyExc_TypeError, "lead(lock, signal, what_is_polled, calls_only, look_s, timeout_s)");
         return NULL;
     }
-    PyObject *polled[7], *byte, *thread;
+    PyObject *polled[7], *thread;
     for (int i = 0; i < 7; i++) polled[i] = PyTuple_GetItem(args[2], i);
     self.signal = args[1], self.calls_only = args[3] == Py_True;
     self.epoll = (int)PyLong_AsLong(polled[1]), self.bell = (int)PyLong_AsLong(polled[2]);
-    PyObject *waker = polled[3];
-    self.take = polled[5], self.proc = PyLong_AsUnsignedLongLong(polled[6]);
-    byte = polled[4];
+    self.waker = polled[3], self.byte = polled[4], self.take = polled[5];
+    self.proc = PyLong_AsUnsignedLongLong(polled[6]);
     double look_s = PyFloat_AsDouble(args[4]), timeout_s = seconds_or_none(args[5]);
-    if (PyErr_Occurred() || !is_bell(byte) || !gather(&self.all, polled[0])) return NULL;
-    self.byte = PyByteArray_AsString(byte);
+    if (PyErr_Occurred() || !is_bell(self.byte) || !gather(&self.all, polled[0])) return NULL;
     int goes_on = 0, done = 0;
     PyObject *taken = PyObject_CallMethod(args[0], "acquire", "O", Py_False);
     if (taken == Py_True) {
         thread = PyLong_FromUnsignedLong(PyThread_get_thread_ident());
         goes_on = !thread || PyObject_SetAttr(self.signal, name_of_pumping, thread) ||
-                  PyObject_SetAttr(self.signal, name_of_wake, waker) || PyObject_SetAttr(waker, name_of_bell, look_s > 0 ? byte : Py_None)
-                      ? -1 : 1;
+                          PyObject_SetAttr(self.signal, name_of_wake, self.waker)
+                      ? -1
+                      : 1;
         Py_XDECREF(thread);
-        for (int round = 1; goes_on == 1 && !(done = is_set(&self)); round++) {
+        for (int round = 1; goes_on == 1 && !is_set(&self); round++, look_s = 0) /* one look is enough */
             goes_on = lead_once(&self, look_s, timeout_s, round);
-            if (look_s > 0) { /* once is enough */
-                look_s = 0;
-                PyObject_SetAttr(waker, name_of_bell, Py_None);
-                *self.byte = 0;
-            }
-        }
         done = goes_on >= 0 && is_set(&self);
         PyObject *type, *error, *trace, *none = PyLong_FromLong(0);
         PyErr_Fetch(&type, &error, &trace);
-        PyObject_SetAttr(waker, name_of_bell, Py_None);
         PyObject_SetAttr(self.signal, name_of_wake, Py_None);
         if (none) PyObject_SetAttr(self.signal, name_of_pumping, none);
         Py_XDECREF(none);

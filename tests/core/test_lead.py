@@ -87,16 +87,21 @@ def test_a_call_that_comes_later_ends_the_wait_for_it(leader: Leader, look_s: fl
     assert (slept_s < 0 <= longest_s and found) if look_s else (longest_s < 0 <= slept_s)
 
 
-@pytest.mark.parametrize("look_s", [0.0, WAIT_S])
-def test_whoever_sets_the_signal_ends_the_wait(leader: Leader, look_s: float) -> None:
-    results: list[Any] = []
-    thread = threading.Thread(target=lambda: results.append(leader.lead(look_s=look_s, timeout_s=WAIT_S)))
-    thread.start()
-    while not leader.lock.locked():
-        time.sleep(0)
-    leader.signal.notify()
-    thread.join(WAIT_S)
-    assert results[0][0] and not leader.lock.locked()
+@pytest.mark.parametrize("look_s", [0.0, 1e-4, WAIT_S])
+def test_whoever_sets_the_signal_ends_the_wait_whether_it_looks_or_sleeps(leader: Leader, look_s: float) -> None:
+    for sleeps in [False, look_s < 1] * 20:
+        leader.signal.clear()
+        results: list[Any] = []
+        thread = threading.Thread(target=lambda: results.append(leader.lead(look_s=look_s, timeout_s=WAIT_S)))
+        thread.start()
+        while not leader.lock.locked():
+            time.sleep(0)
+        while sleeps and leader.waker.bell is not None:
+            time.sleep(0)  # until it looks no more
+        leader.signal.notify()
+        thread.join(WAIT_S / 2)
+        assert results[0][0] and not leader.lock.locked()
+        leader.waker.clear()
 
 
 def test_where_another_leads_nothing_is_done(leader: Leader) -> None:

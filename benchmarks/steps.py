@@ -27,7 +27,6 @@ from monarch.core.future import Future
 from monarch.core.instance import Instance
 from monarch.core.mailbox import Mailbox
 from monarch.core.peer import Peer
-from monarch.transports.ring_link import RingLink
 
 Note = tuple[str, float]
 
@@ -96,8 +95,6 @@ def _note_links(who: str) -> None:
     for link in {type(peer.link) for peer in gateway.peers if peer.link is not None}:
         _entered(link, "send_nowait", f"{who} numbered")
         _left_with_something(link, "recv_nowait", f"{who} read")
-        if link is RingLink:
-            _entered(link, "deliver", f"{who} read")
 
 
 class Noting(Actor):

@@ -12,7 +12,8 @@ thread at a time. A thread that has to wait for something (a reply, a message) w
   one asks for it; it looks that often, and less often, down to every `_LONGEST_PAUSE_S`, while it is not needed. A
   follower for which the leader takes in one message after the other, and nothing for itself, inherits the lead. So a
   call between two processes needs no thread hop, and acknowledgements never wait for user code. Who waits for a
-  thread of this very process looks for that first, and needs nobody who pumps.
+  thread of this very process looks for that first, and needs nobody who pumps. As long as nothing comes but messages,
+  by rings, the leader does not pump, but leads in one step of the compiled part (see `Poller.lead`).
 """
 
 from __future__ import annotations

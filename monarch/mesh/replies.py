@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -202,22 +202,24 @@ class MeshReply(CallSink, Generic[R]):
 
     def __init__(self, here: Context, members: Members) -> None:
         super().__init__(here, members)
-        self._outcomes: list[Envelope | Exception | None] = [None] * len(members.keys)
-        self._missing = len(members.keys)
-        self._lock = threading.Lock()
+        self._outcomes: dict[int, Envelope | Exception] = {}  # by rank
+        self._size = len(members.keys)
         self.future: Future[ValueMesh[R]] = Future._pending(self._runtime.driver, call=self)
         self._runtime.ports[self.number] = self
-        if not self._missing:
+        if not self._size:
             self._finish()
 
     def _left(self) -> list[int]:
-        return [rank for rank, outcome in enumerate(self._outcomes) if outcome is None]
+        return [rank for rank in range(self._size) if rank not in self._outcomes]
 
     def _give_up(self, error: Exception) -> bool:
         return self.future._fail(error)
 
     def deliver(self, envelope: Envelope) -> None:
-        self._note(envelope.rank, envelope)
+        outcomes, rank = self._outcomes, envelope.rank
+        # It is there before they are counted: of two threads the last sees all. Both may.
+        if rank < self._size and outcomes.setdefault(rank, envelope) is envelope and len(outcomes) == self._size:
+            self._finish()
 
     def bounced(self, envelope: Envelope, down: Down) -> None:
         self._gone(envelope.rank, self._members.error(envelope.rank, down, fate_of(envelope)))
@@ -226,16 +228,6 @@ class MeshReply(CallSink, Generic[R]):
         for rank, each in enumerate(self._members.keys):
             if each == key:
                 self._gone(rank, self._members.error(rank, down))
-
-    def _note(self, rank: int, outcome: Envelope | Exception) -> None:
-        with self._lock:
-            if rank >= len(self._outcomes) or self._outcomes[rank] is not None:
-                return
-            self._outcomes[rank] = outcome
-            self._missing -= 1
-            if self._missing:
-                return
-        self._finish()
 
     def _gone(self, rank: int, error: Exception) -> None:
         """A member has failed, whether it has answered or not."""
@@ -247,7 +239,7 @@ class MeshReply(CallSink, Generic[R]):
         self.future._complete(partial(self._result, self._members, self._outcomes), self._trouble())
 
     def _trouble(self) -> Callable[[], str] | None:
-        for outcome in self._outcomes:
+        for _, outcome in sorted(self._outcomes.items()):
             if isinstance(outcome, Envelope) and outcome.flags & Flag.ERROR:
                 return self._trouble_of(outcome)
         return None
@@ -259,9 +251,9 @@ class MeshReply(CallSink, Generic[R]):
         return Unattended(self._members, told=trouble is not None)
 
     @staticmethod
-    def _result(members: Members, outcomes: Sequence[Envelope | Exception | None]) -> ValueMesh[Any]:
+    def _result(members: Members, outcomes: Mapping[int, Any]) -> ValueMesh[Any]:
         """Not of this object, which has the future: what a future holds goes with it, and not with a garbage cycle."""
-        replies = [reply for reply in outcomes if isinstance(reply, Envelope)]
+        replies = [outcomes[rank] for rank in range(len(outcomes))]
         for reply in replies:
             if reply.flags & Flag.ERROR:
                 decode_value(reply, members)
@@ -283,7 +275,8 @@ class SettledReply(MeshReply[R | BaseException]):
     """As MeshReply, with the failures of members, and the ends of those that are gone, as values."""
 
     def _gone(self, rank: int, error: Exception) -> None:
-        self._note(rank, error)
+        if self._outcomes.setdefault(rank, error) is error and len(self._outcomes) == self._size:
+            self._finish()
 
     def _trouble(self) -> None:
         return None
@@ -292,8 +285,8 @@ class SettledReply(MeshReply[R | BaseException]):
         return None
 
     @staticmethod
-    def _result(members: Members, outcomes: Sequence[Envelope | Exception | None]) -> ValueMesh[Any]:
-        decoders = [partial(_settled, members, outcome) for outcome in outcomes if outcome is not None]
+    def _result(members: Members, outcomes: Mapping[int, Any]) -> ValueMesh[Any]:
+        decoders = [partial(_settled, members, outcomes[rank]) for rank in range(len(outcomes))]
         return ValueMesh._lazy(members.region.extent, decoders)
 
 

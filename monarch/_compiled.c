@@ -77,7 +77,7 @@ typedef struct {
     int bell;        /* writer: an eventfd of the reader's process */
     char attended;   /* reader: whoever polls looks here before it sleeps, and hears the bell */
     char armed;      /* reader: `asleep` was set, and nobody has looked since */
-    char is_left;    /* reader: there is something for Python to do */
+    char is_left;    /* reader: LEFT or LEFT_TO_CODE, see below; or 0 */
 } Ring;
 
 static PyTypeObject *WriterType, *ReaderType;
@@ -87,6 +87,8 @@ static uint64_t now_ns(void) {
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
 }
+
+static double now_in_s(void) { return (double)now_ns() * 1e-9; }
 
 static int ring_init(Ring *self, PyObject *args, PyObject *kwargs) {
     PyObject *memory, *keep;
@@ -757,26 +759,28 @@ static PyObject *reader_carry(Ring *self, PyObject *session) {
 static PyObject *hand_over(PyObject *take, Envelope *message);
 static int is_queued(PyObject *take, Envelope *message);
 
-enum { LEFT, ALL }; /* what `deliver_from` says: whether there is something for Python to do, or that was all */
+/* What `deliver_from` says: that was all; or what comes next needs a look at its link, or may only run no code of Python now. */
+enum { ALL, LEFT, LEFT_TO_CODE };
 
 /* `pop`, `accept`, a delivery and `took` for each message of the session that is there now, and next. With `calls_only`
- * no code of Python runs: what needs some is left. -1: an exception of `take` is set */
+ * no code of Python runs. -1: an exception of `take` is set */
 static int deliver_from(Ring *self, PyObject *take, uint64_t proc, double now_s, int calls_only) {
     Session *session = (Session *)self->session;
     self->is_left = 0;
     if (!session || !self->attended) return LEFT;
     Py_INCREF((PyObject *)session);
     uint64_t end = atomic_load_explicit(&self->ring->tail, memory_order_acquire), at, acknowledged = 0;
-    int is_all = 1, delivered = 0;
+    int result = ALL, delivered = 0;
     struct record record;
     while (end - self->mine - 1 < self->capacity && next_record(self, &record, &at) == RECORD) {
         const char *from = self->data + (at & (self->capacity - 1)) + sizeof record;
         uint64_t made = self->made;
         Envelope *message = (Envelope *)message_of(self, &record, from, &acknowledged);
         Py_ssize_t size = message ? size_of(message) : 0; /* whoever has it may take it apart */
-        if (!message || message->dst_proc != proc || (calls_only && !is_queued(take, message))) {
-            self->made = made; /* it is looked at in the long way, and what is wrong with it, too */
-            is_all = 0;
+        if (!message || message->dst_proc != proc) result = LEFT; /* what is wrong with it, the long way finds out, too */
+        else if (calls_only && !is_queued(take, message)) result = LEFT_TO_CODE;
+        if (result != ALL) {
+            self->made = made;
             PyErr_Clear();
             Py_XDECREF((PyObject *)message);
             break;
@@ -792,13 +796,13 @@ static int deliver_from(Ring *self, PyObject *take, uint64_t proc, double now_s,
     }
     PyObject *type, *error, *trace;
     PyErr_Fetch(&type, &error, &trace);
-    is_all = is_all && delivered; /* what wakes without a message is something else */
-    if (owes_ack(session) && (!session->ack_is_timed || ack_is_due(session, now_s))) is_all = 0;
-    if (acknowledged && session->room_is_awaited) is_all = 0;
+    if (result == ALL && !delivered) result = LEFT; /* what wakes without a message is something else */
+    if (owes_ack(session) && (!session->ack_is_timed || ack_is_due(session, now_s))) result = LEFT;
+    if (acknowledged && session->room_is_awaited) result = LEFT;
     if (acknowledged) forget_until(session, acknowledged); /* last: see there */
     Py_DECREF((PyObject *)session);
     PyErr_Restore(type, error, trace);
-    return type ? -1 : is_all ? ALL : LEFT;
+    return type ? -1 : result;
 }
 
 static PyObject *reader_deliver(Ring *self, PyObject *const *args, Py_ssize_t n) {
@@ -810,8 +814,8 @@ static PyObject *reader_deliver(Ring *self, PyObject *const *args, Py_ssize_t n)
     uint64_t proc = PyLong_AsUnsignedLongLong(args[1]);
     double now_s = PyFloat_AsDouble(args[2]);
     if (PyErr_Occurred()) return NULL;
-    int is_all = deliver_from(self, args[0], proc, now_s, 0);
-    return is_all < 0 ? NULL : PyBool_FromLong(is_all);
+    int result = deliver_from(self, args[0], proc, now_s, 0);
+    return result < 0 ? NULL : PyBool_FromLong(result == ALL);
 }
 
 static PyObject *reader_attended(Ring *self, void *closure) { return PyBool_FromLong(self->attended); }
@@ -1494,7 +1498,7 @@ typedef struct {
     int epoll, bell, calls_only;
     PyObject *byte; /* which others set who want this thread, while it looks */
     int found;      /* by the look */
-    double longest_s, slept_s;
+    double deadline_s, longest_s, slept_s;
 } Lead;
 
 static int is_set(const Lead *self) { return attribute(self->signal, name_of_is_set) != Py_False; }
@@ -1511,7 +1515,7 @@ static int look_first(Lead *self, double look_s) {
 }
 
 /* Wait once, and deliver. Whether there is nothing else to do but to wait again; -1: an exception is set */
-static int lead_once(Lead *self, double look_s, double timeout_s, int round) {
+static int lead_once(Lead *self, double look_s, int round) {
     enum { ROUNDS_BETWEEN = 8 }; /* as long as rings have something, descriptors are looked at now and then */
     struct epoll_event events[MOST_EVENTS];
     int goes_on = 1, count = 0, ready = some_want_a_look(&self->all);
@@ -1519,19 +1523,22 @@ static int lead_once(Lead *self, double look_s, double timeout_s, int round) {
     if (!ready && look_s > 0) ready = look_first(self, look_s);
     if (PyErr_Occurred()) return -1;
     if (!ready) {
-        count = sleep_on(&self->all, self->epoll, timeout_s, events, &self->slept_s);
+        double left_s = self->deadline_s - now_in_s();
+        count = sleep_on(&self->all, self->epoll, left_s > 0 ? left_s : 0, events, &self->slept_s);
         goes_on = count > 0;
     } else if (round % ROUNDS_BETWEEN == 0) count = epoll_wait(self->epoll, events, MOST_EVENTS, 0);
     for (int i = 0; i < count; i++) goes_on &= events[i].data.fd == self->bell;
-    now_s = (double)now_ns() * 1e-9;
+    now_s = now_in_s();
     for (Py_ssize_t i = 0; i < self->all.count; i++) {
         Ring *ring = self->all.at[i];
+        int result = ring->is_left;
         if (!wants_a_look(ring)) continue;
-        int is_all = ring->is_left ? LEFT : deliver_from(ring, self->take, self->proc, now_s, self->calls_only);
-        if (is_all == LEFT) ring->is_left = 1, goes_on = 0;
-        if (is_all < 0) return -1;
+        if (!result || (result == LEFT_TO_CODE && !self->calls_only))
+            result = deliver_from(ring, self->take, self->proc, now_s, self->calls_only);
+        if (result < 0) return -1;
+        if (result != ALL) ring->is_left = (char)result, goes_on = 0;
     }
-    return goes_on;
+    return goes_on && now_s < self->deadline_s;
 }
 
 static PyObject *module_lead(PyObject *module, PyObject *const *args, Py_ssize_t n) {
@@ -1546,7 +1553,8 @@ static PyObject *module_lead(PyObject *module, PyObject *const *args, Py_ssize_t
     self.epoll = (int)PyLong_AsLong(polled[1]), self.bell = (int)PyLong_AsLong(polled[2]);
     self.waker = polled[3], self.byte = polled[4], self.take = polled[5];
     self.proc = PyLong_AsUnsignedLongLong(polled[6]);
-    double look_s = PyFloat_AsDouble(args[4]), timeout_s = seconds_or_none(args[5]);
+    double look_s = PyFloat_AsDouble(args[4]), timeout_s = PyFloat_AsDouble(args[5]);
+    self.deadline_s = now_in_s() + timeout_s;
     if (PyErr_Occurred() || !is_bell(self.byte) || !gather(&self.all, polled[0])) return NULL;
     int goes_on = 0, done = 0;
     PyObject *taken = PyObject_CallMethod(args[0], "acquire", "O", Py_False);
@@ -1558,7 +1566,7 @@ static PyObject *module_lead(PyObject *module, PyObject *const *args, Py_ssize_t
                       : 1;
         Py_XDECREF(thread);
         for (int round = 1; goes_on == 1 && !is_set(&self); round++, look_s = 0) /* one look is enough */
-            goes_on = lead_once(&self, look_s, timeout_s, round);
+            goes_on = lead_once(&self, look_s, round);
         done = goes_on >= 0 && is_set(&self);
         PyObject *type, *error, *trace, *none = PyLong_FromLong(0);
         PyErr_Fetch(&type, &error, &trace);

@@ -137,7 +137,7 @@ def sleep(
     """
 
 def lead(
-    lock: Lock, signal: Signal, polled: Polled, calls_only: bool, look_s: float, timeout_s: float | None, /
+    lock: Lock, signal: Signal, polled: Polled, calls_only: bool, look_s: float, timeout_s: float, /
 ) -> tuple[bool, bool, float, float] | None:
     """`acquire` the lock, `look` for so long, or `sleep`, and `deliver`, until `signal` is set, as long as there is
     nothing else to do; then `release` it.

@@ -52,7 +52,7 @@ Pump = Callable[[float | None], None]
 
 class Lead(Protocol):
     def __call__(
-        self, lock: threading.Lock, signal: Signal, timeout_s: float | None, /, *, calls_only: bool
+        self, lock: threading.Lock, signal: Signal, timeout_s: float, /, *, calls_only: bool
     ) -> bool | None: ...
 
 

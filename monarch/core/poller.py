@@ -147,7 +147,7 @@ class Poller:
         finally:
             self._running = 0
 
-    def lead(self, lock: threading.Lock, signal: Signal, timeout_s: float | None, *, calls_only: bool) -> bool | None:
+    def lead(self, lock: threading.Lock, signal: Signal, timeout_s: float, *, calls_only: bool) -> bool | None:
         """Wait until `signal` is set, with the lock, if that is free, and deliver what the rings bring meanwhile: as
         `poll` again and again, in one step of the compiled part, which no handler of a signal interrupts. False where
         the time is over, or there is more to do: `poll` does it. None: nothing was waited for.
@@ -162,10 +162,8 @@ class Poller:
         if led is None or self.is_busy:
             return None
         if timers:
-            left_s = timers[0][0] - time.monotonic()
-            if timeout_s is None or left_s < timeout_s:
-                timeout_s = left_s
-        if timeout_s is not None and timeout_s <= 0.0:
+            timeout_s = min(timeout_s, timers[0][0] - time.monotonic())
+        if timeout_s <= 0.0:
             return None
         look_s = spin.time_s if signal.looks and spin.pays() else 0.0
         done = ring.lead(lock, signal, led, calls_only, look_s, timeout_s)

@@ -39,7 +39,7 @@ class Leader:
         self.epoll.register(self.beside, select.EPOLLIN)
         self.epoll.poll(0)  # the bell has rung for others
 
-    def lead(self, *, calls_only: bool = True, look_s: float = 0.0, timeout_s: float | None = 0.0) -> Any:
+    def lead(self, *, calls_only: bool = True, look_s: float = 0.0, timeout_s: float = 0.0) -> Any:
         readers = (self.way.reader,)
         polled = readers, self.epoll.fileno(), self.bell.fd, self.waker, self.byte, self.home.delivery, 7
         try:
@@ -130,6 +130,27 @@ def test_calls_for_others_do_not_end_the_wait(leader: Leader) -> None:
     assert theirs.is_set and len(leader.home.mailbox.calls) == 1
 
 
+def test_the_time_is_over_also_where_calls_for_others_come_all_the_time(leader: Leader) -> None:
+    leader.signal = Signal()
+    posted, stop = threading.Event(), threading.Event()
+
+    def flood() -> None:
+        while not stop.is_set() and len(leader.home.mailbox.calls) < 100_000:
+            post(leader.way.target())
+            leader.way.there.told()
+            posted.set()
+            time.sleep(0)
+
+    thread = threading.Thread(target=flood)
+    thread.start()
+    assert posted.wait(WAIT_S)
+    is_set, *_ = leader.lead(timeout_s=0.05)
+    goes_on = thread.is_alive()
+    stop.set()
+    thread.join(WAIT_S)
+    assert goes_on and not is_set
+
+
 def _is_a_value(leader: Leader) -> None:
     compiled.post((leader.way.target(),), [b"value"], b"", Kind.PORT, 0, 60, 3, 4, 5, 6, 0)
 
@@ -165,6 +186,13 @@ def test_values_are_delivered_where_code_of_python_may_run(leader: Leader) -> No
     _is_a_value(leader)
     assert leader.lead(calls_only=False)[0]
     assert [value.parts for value in leader.home.values] == [[b"value"]]
+
+
+def test_values_that_were_left_are_delivered_where_code_of_python_may_run(leader: Leader) -> None:
+    leader.home.deliver = lambda message: leader.signal.notify()  # type: ignore[method-assign]
+    _is_a_value(leader)
+    assert not leader.lead()[0]
+    assert leader.lead(calls_only=False)[0] and _sleeps(leader) == []
 
 
 def test_an_error_of_who_takes_a_value_is_raised_and_the_lead_is_free(leader: Leader) -> None:

@@ -84,7 +84,7 @@ class HandPoller:
         self.pump: Callable[[float | None], None] = self.poll
         self.handlers: dict[int, Callable[[int], None]] = {}
         self.rang: dict[int, None] = {}
-        self.is_busy = self.closed = False
+        self.closed = False
 
     def register(self, fd: int, handler: Callable[[int], None], reader: object = None) -> None:
         self.handlers[fd] = handler

@@ -75,6 +75,7 @@ class Gateway:
         self.is_closed = False
         self._poller = Poller()
         self._corked: deque[Peer] = deque()  # those whose outbox the next pump looks at
+        self._poller.pumped_first = self._corked
         self._linger_until_s = 0.0
         self.call_later = self._poller.call_later
         intake = Intake(
@@ -192,7 +193,6 @@ class Gateway:
         self._poller.poll(timeout_s, eager=self.driver.is_eager)
 
     def _uncork(self) -> None:
-        self._poller.is_busy = False  # first: see below
         while self._corked:
             peer = self._corked.popleft()
             peer.corked = False  # first: what is sent from here on asks anew
@@ -217,7 +217,6 @@ class Gateway:
         if not self._corked:
             self._linger_until_s = time.monotonic() + _LINGER_S
         self._corked.append(peer)
-        self._poller.is_busy = True
         self.driver.soon()
         self._poller.wake()
 

@@ -11,7 +11,7 @@ import itertools
 import select
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Final
 
 from monarch.core.spin import LOOK_S, Spin, cpus
@@ -44,8 +44,8 @@ class Poller:
         self._looked_at: tuple[tuple[tuple[int, int], ...], tuple[Reader, ...]] = (), ()  # the same: events, readers
         self._take: tuple[Take, int] | None = None  # and for which process
         self._led: Polled | None = None  # what `lead` has to know
-        self.is_busy = False
-        """Whether something waits for the next `pump`, and nobody is to wait before it."""
+        self.pumped_first: Collection[object] = ()
+        """As long as there is something, nobody is to `lead`: others do it, before they `poll`."""
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._count = itertools.count()
         self._lock = threading.Lock()
@@ -159,7 +159,7 @@ class Poller:
             Exception: of who takes messages.
         """
         led, timers, spin = self._led, self._timers, self._spin
-        if led is None or self.is_busy:
+        if led is None or self.pumped_first:
             return None
         if timers:
             timeout_s = min(timeout_s, timers[0][0] - time.monotonic())

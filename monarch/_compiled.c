@@ -692,7 +692,7 @@ static int fall_asleep(Ring *self) { /* 0: it may not, something is there */
     return !something_is_there(self);
 }
 
-static void wake_up(Ring *self) { /* its writer need not ring any more */
+static void stay_awake(Ring *self) { /* its writer need not ring any more */
     if (self->armed) atomic_store_explicit(&self->ring->asleep, AWAKE, memory_order_relaxed);
     self->armed = 0;
 }
@@ -757,7 +757,7 @@ static PyObject *reader_carry(Ring *self, PyObject *session) {
 }
 
 static PyObject *hand_over(PyObject *take, Envelope *message);
-static int is_queued(PyObject *take, Envelope *message);
+static int queue_now(PyObject *take, Envelope *message);
 
 /* What `deliver_from` says: that was all; or what comes next needs a look at its link, or may only run no code of Python now. */
 enum { ALL, LEFT, LEFT_TO_CODE };
@@ -777,16 +777,17 @@ static int deliver_from(Ring *self, PyObject *take, uint64_t proc, double now_s,
         uint64_t made = self->made;
         Envelope *message = (Envelope *)message_of(self, &record, from, &acknowledged);
         Py_ssize_t size = message ? size_of(message) : 0; /* whoever has it may take it apart */
+        uint64_t mine = self->mine;
+        self->mine = at + record.size; /* first: once it is queued, others may have the interpreter */
         if (!message || message->dst_proc != proc) result = LEFT; /* what is wrong with it, the long way finds out, too */
-        else if (calls_only && !is_queued(take, message)) result = LEFT_TO_CODE;
+        else if (calls_only && !queue_now(take, message)) result = LEFT_TO_CODE;
         if (result != ALL) {
-            self->made = made;
+            self->made = made, self->mine = mine;
             PyErr_Clear();
             Py_XDECREF((PyObject *)message);
             break;
         }
         delivered = 1;
-        self->mine = at + record.size;
         atomic_store_explicit(&self->ring->head, self->mine, memory_order_release);
         PyObject *done = calls_only ? Py_None : hand_over(take, message);
         Py_DECREF((PyObject *)message);
@@ -798,8 +799,8 @@ static int deliver_from(Ring *self, PyObject *take, uint64_t proc, double now_s,
     PyErr_Fetch(&type, &error, &trace);
     if (result == ALL && !delivered) result = LEFT; /* what wakes without a message is something else */
     if (owes_ack(session) && (!session->ack_is_timed || ack_is_due(session, now_s))) result = LEFT;
-    if (acknowledged && session->room_is_awaited) result = LEFT;
-    if (acknowledged) forget_until(session, acknowledged); /* last: see there */
+    if (acknowledged) forget_until(session, acknowledged); /* late: see there */
+    if (session->room_is_awaited) result = LEFT;
     Py_DECREF((PyObject *)session);
     PyErr_Restore(type, error, trace);
     return type ? -1 : result;
@@ -1268,7 +1269,7 @@ static PyObject *hand_over(PyObject *take, Envelope *message) {
     return PyObject_CallFunctionObjArgs(take, (PyObject *)message, NULL);
 }
 
-static int is_queued(PyObject *take, Envelope *message) { /* now, where that runs no code of Python */
+static int queue_now(PyObject *take, Envelope *message) { /* now, where that runs no code of Python */
     int queued = Py_TYPE(take) == DeliveryType && message->kind == CALL ? queue_next(((Delivery *)take)->actors, message) : 0;
     if (queued < 0) PyErr_Clear(); /* the error comes again, in the long way */
     return queued == SENT;
@@ -1381,7 +1382,7 @@ static int look(const readers *all, int epoll, const volatile char *bell, double
     Py_BEGIN_ALLOW_THREADS;
     atomic_fetch_add(&looking, 1);
     uint64_t began = now_ns(), last = began;
-    for (Py_ssize_t i = 0; i < count; i++) wake_up(all->at[i]);
+    for (Py_ssize_t i = 0; i < count; i++) stay_awake(all->at[i]);
     for (;;) {
         for (int look = 0; look < LOOKS_EACH && !found; look++) {
             for (Py_ssize_t i = 0; i < count && !found; i++) found = wants_a_look(all->at[i]);
@@ -1453,7 +1454,7 @@ static int sleep_on(const readers *all, int epoll, double timeout_s, struct epol
     if (found < 0) found = -errno;
     Py_END_ALLOW_THREADS;
     *slept_s = (double)(now_ns() - began) * 1e-9;
-    for (Py_ssize_t i = 0; i < all->count; i++) wake_up(all->at[i]);
+    for (Py_ssize_t i = 0; i < all->count; i++) stay_awake(all->at[i]);
     return found;
 }
 
@@ -1495,54 +1496,75 @@ typedef struct {
     readers all;
     PyObject *take, *signal, *waker;
     uint64_t proc;
-    int epoll, bell, calls_only;
-    PyObject *byte; /* which others set who want this thread, while it looks */
-    int found;      /* by the look */
+    int epoll, eventfd, calls_only;
+    PyObject *bell;   /* which others set who want this thread, while it looks */
+    int found, vain;  /* the look has found something; it has not, and somebody may sleep now */
+    PyObject *failed; /* what a delivery raised, or NULL */
     double deadline_s, longest_s, slept_s;
 } Lead;
 
-static int is_set(const Lead *self) { return attribute(self->signal, name_of_is_set) != Py_False; }
+enum { MORE, SET, VAIN }; /* what `lead` says: see monarch/compiled.py */
 
-/* Whether there is no need to sleep any more. */
+static int is_set(const Lead *self) { return attribute(self->signal, name_of_is_set) == Py_True; }
+
+/* Whether somebody wants this thread; -1: an exception is set */
 static int look_first(Lead *self, double look_s) {
-    volatile char *byte = PyByteArray_AsString(self->byte);
-    if (PyObject_SetAttr(self->waker, name_of_bell, self->byte)) return 1;
-    self->found = look(&self->all, self->epoll, byte, look_s, &self->longest_s);
-    PyObject_SetAttr(self->waker, name_of_bell, Py_None); /* who wants this thread from now on writes to a descriptor */
-    int wanted = *byte;
-    *byte = 0;
-    return wanted || self->found || some_want_a_look(&self->all);
+    volatile char *bell = PyByteArray_AsString(self->bell);
+    if (PyObject_SetAttr(self->waker, name_of_bell, self->bell)) return -1;
+    self->found = look(&self->all, self->epoll, bell, look_s, &self->longest_s);
+    int failed = PyObject_SetAttr(self->waker, name_of_bell, Py_None); /* whoever comes now writes to a descriptor */
+    int wanted = *bell;
+    *bell = 0;
+    return failed ? -1 : wanted;
+}
+
+static void note_failure(Lead *self) {
+    PyObject *type, *trace;
+    PyErr_Fetch(&type, &self->failed, &trace);
+    PyErr_NormalizeException(&type, &self->failed, &trace);
+    if (self->failed && trace) PyException_SetTraceback(self->failed, trace);
+    Py_XDECREF(type);
+    Py_XDECREF(trace);
 }
 
 /* Wait once, and deliver. Whether there is nothing else to do but to wait again; -1: an exception is set */
 static int lead_once(Lead *self, double look_s, int round) {
     enum { ROUNDS_BETWEEN = 8 }; /* as long as rings have something, descriptors are looked at now and then */
     struct epoll_event events[MOST_EVENTS];
-    int goes_on = 1, count = 0, ready = some_want_a_look(&self->all);
-    double now_s;
-    if (!ready && look_s > 0) ready = look_first(self, look_s);
-    if (PyErr_Occurred()) return -1;
+    int wanted = 0, rang = 0, goes_on = 1, count = 0, ready = some_want_a_look(&self->all);
+    if (!ready && look_s > 0) {
+        if (round == 1 && (wanted = look_first(self, look_s)) < 0) return -1;
+        ready = wanted || (round == 1 && self->found) || some_want_a_look(&self->all);
+        if (!ready) { /* not here: a signal that came while it looked would not end the sleep */
+            self->vain = 1;
+            return 0;
+        }
+    }
     if (!ready) {
         double left_s = self->deadline_s - now_in_s();
         count = sleep_on(&self->all, self->epoll, left_s > 0 ? left_s : 0, events, &self->slept_s);
         goes_on = count > 0;
     } else if (round % ROUNDS_BETWEEN == 0) count = epoll_wait(self->epoll, events, MOST_EVENTS, 0);
-    for (int i = 0; i < count; i++) goes_on &= events[i].data.fd == self->bell;
-    now_s = now_in_s();
-    for (Py_ssize_t i = 0; i < self->all.count; i++) {
+    for (int i = 0; i < count; i++) {
+        if (events[i].data.fd == self->eventfd) rang = 1;
+        else goes_on = 0;
+    }
+    double now_s = now_in_s();
+    for (Py_ssize_t i = 0; i < self->all.count && !self->failed; i++) {
         Ring *ring = self->all.at[i];
         int result = ring->is_left;
         if (!wants_a_look(ring)) continue;
+        rang = 0;
         if (!result || (result == LEFT_TO_CODE && !self->calls_only))
             result = deliver_from(ring, self->take, self->proc, now_s, self->calls_only);
-        if (result < 0) return -1;
+        if (result < 0) note_failure(self), result = LEFT;
         if (result != ALL) ring->is_left = (char)result, goes_on = 0;
     }
-    return goes_on && now_s < self->deadline_s;
+    return goes_on && !wanted && !rang && now_s < self->deadline_s; /* rang: for a ring that is new here */
 }
 
 static PyObject *module_lead(PyObject *module, PyObject *const *args, Py_ssize_t n) {
-    Lead self = {.found = 0, .longest_s = -1, .slept_s = -1};
+    Lead self = {.longest_s = -1, .slept_s = -1};
     if (n != 6 || !PyTuple_Check(args[2]) || PyTuple_Size(args[2]) != 7) {
         PyErr_SetString(PyExc_TypeError, "lead(lock, signal, what_is_polled, calls_only, look_s, timeout_s)");
         return NULL;
@@ -1550,13 +1572,13 @@ static PyObject *module_lead(PyObject *module, PyObject *const *args, Py_ssize_t
     PyObject *polled[7], *thread;
     for (int i = 0; i < 7; i++) polled[i] = PyTuple_GetItem(args[2], i);
     self.signal = args[1], self.calls_only = args[3] == Py_True;
-    self.epoll = (int)PyLong_AsLong(polled[1]), self.bell = (int)PyLong_AsLong(polled[2]);
-    self.waker = polled[3], self.byte = polled[4], self.take = polled[5];
+    self.epoll = (int)PyLong_AsLong(polled[1]), self.eventfd = (int)PyLong_AsLong(polled[2]);
+    self.waker = polled[3], self.bell = polled[4], self.take = polled[5];
     self.proc = PyLong_AsUnsignedLongLong(polled[6]);
     double look_s = PyFloat_AsDouble(args[4]), timeout_s = PyFloat_AsDouble(args[5]);
     self.deadline_s = now_in_s() + timeout_s;
-    if (PyErr_Occurred() || !is_bell(self.byte) || !gather(&self.all, polled[0])) return NULL;
-    int goes_on = 0, done = 0;
+    if (PyErr_Occurred() || !is_bell(self.bell) || !gather(&self.all, polled[0])) return NULL;
+    int goes_on = 0, state = MORE;
     PyObject *taken = PyObject_CallMethod(args[0], "acquire", "O", Py_False);
     if (taken == Py_True) {
         thread = PyLong_FromUnsignedLong(PyThread_get_thread_ident());
@@ -1565,9 +1587,8 @@ static PyObject *module_lead(PyObject *module, PyObject *const *args, Py_ssize_t
                       ? -1
                       : 1;
         Py_XDECREF(thread);
-        for (int round = 1; goes_on == 1 && !is_set(&self); round++, look_s = 0) /* one look is enough */
-            goes_on = lead_once(&self, look_s, round);
-        done = goes_on >= 0 && is_set(&self);
+        for (int round = 1; goes_on == 1 && !is_set(&self); round++) goes_on = lead_once(&self, look_s, round);
+        state = is_set(&self) ? SET : self.vain ? VAIN : MORE;
         PyObject *type, *error, *trace, *none = PyLong_FromLong(0);
         PyErr_Fetch(&type, &error, &trace);
         PyObject_SetAttr(self.signal, name_of_wake, Py_None);
@@ -1579,13 +1600,12 @@ static PyObject *module_lead(PyObject *module, PyObject *const *args, Py_ssize_t
     }
     scatter(&self.all);
     int has_led = taken == Py_True;
-    if (!taken || goes_on < 0) {
-        Py_XDECREF(taken);
-        return NULL;
-    }
-    Py_DECREF(taken);
+    Py_XDECREF(taken);
+    if (PyErr_Occurred()) Py_CLEAR(self.failed);
+    if (PyErr_Occurred()) return NULL;
     if (!has_led) Py_RETURN_NONE;
-    return Py_BuildValue("(OOdd)", done ? Py_True : Py_False, self.found ? Py_True : Py_False, self.longest_s, self.slept_s);
+    if (!self.failed) Py_INCREF(self.failed = Py_None);
+    return Py_BuildValue("(iOddN)", state, self.found ? Py_True : Py_False, self.longest_s, self.slept_s, self.failed);
 }
 
 /* ---- the module */

@@ -138,19 +138,17 @@ def sleep(
 
 def lead(
     lock: Lock, signal: Signal, polled: Polled, calls_only: bool, look_s: float, timeout_s: float, /
-) -> tuple[bool, bool, float, float] | None:
-    """`acquire` the lock, `look` for so long, or `sleep`, and `deliver`, until `signal` is set, as long as there is
-    nothing else to do; then `release` it.
+) -> tuple[int, bool, float, float, BaseException | None] | None:
+    """`acquire` the lock, `look` for so long (or, with 0, `sleep`), and `deliver`, until `signal` is set, as long as
+    there is nothing else to do; then `release` it.
 
     Args:
         calls_only: deliver what needs no code of Python, and leave the rest.
 
     Returns:
-        Whether the signal is set; whether the look found something, and its longest round, negative where there was
-        none; and how long the last sleep was, likewise. None: another has the lock.
-
-    Raises:
-        Exception: of who takes messages.
+        `compiled.LED`, `LOOKED_IN_VAIN`, or 0: there is more to do; whether the look found something, and its longest
+        round, negative where there was none; how long the last sleep was, likewise; and what a delivery raised. None:
+        another has the lock.
     """
 
 def ring_bell(fd: int, /) -> bool:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FULL",
+    "LED",
+    "LOOKED_IN_VAIN",
     "SENT",
     "Lane",
     "Polled",
@@ -44,6 +46,10 @@ _VERSION: Final = 14
 SENT: Final = 1
 FULL: Final = 2
 """What `post` says when it has sent; `FULL`: and who sends is to wait for room."""
+
+LED: Final = 1
+LOOKED_IN_VAIN: Final = 2
+"""What `lead` says when the signal is set, and when it has only looked; 0, where there is more to do."""
 
 Take = Callable[[Any], None]
 """Takes a message, on the driving thread, and does not block."""

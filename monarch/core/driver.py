@@ -27,11 +27,8 @@ from typing import Final, Protocol
 from monarch.core.alarm import ImmediateAlarm, Watch, make_alarm, make_watch
 from monarch.core.held import NOTHING_HELD, Held, NothingHeld, on_main_thread
 from monarch.core.spin import Spin, cpus
-from monarch.log import get_logger
 from monarch.transports import ring
 from monarch.wake import Wake
-
-log = get_logger("monarch.driver")
 
 _TAKE_OVER_S: Final = 0.010
 _LONGEST_PAUSE_S: Final = 0.040
@@ -44,15 +41,23 @@ _ALARMS: Final = 32
 """So often a resting side thread is spared the waking; then calls are so frequent that it had better look itself."""
 _INHERITS_AT: Final = 4
 _LOOK_S: Final = 1.0
-"""The longest sleep of the main thread. A signal that comes between Python's last look at signals and the call of the
-system does not end that call: about one Ctrl-C in 3,000 would wait for the next message."""
+"""The longest sleep of the main thread, and of any that leads in one step. A signal that comes between Python's last
+look at signals and the call of the system does not end that call: about one Ctrl-C in 3,000 would wait for the next
+message."""
 
 Pump = Callable[[float | None], None]
 
 
 class Lead(Protocol):
     def __call__(
-        self, lock: threading.Lock, signal: Signal, timeout_s: float, /, *, calls_only: bool
+        self,
+        lock: threading.Lock,
+        signal: Signal,
+        timeout_s: float,
+        held: Held | NothingHeld,
+        /,
+        *,
+        calls_only: bool,
     ) -> bool | None: ...
 
 
@@ -267,6 +272,7 @@ class CallerDriver:
         self._heir: Signal | None = None  # the follower that is to lead next, until it does, or does not wait any more
         self._led_at_s = 0.0  # when a waiting thread led last
         self._leads = 0  # how often one began to
+        self._is_alone = False  # it leads without a guard, as long as nobody has to be told when it leaves
         self.leads_aside = False
         self.is_eager = False
         self._side_rests = False  # the side thread sleeps until its alarm rings
@@ -283,7 +289,7 @@ class CallerDriver:
         self._is_wanted = False  # something has waited for a pump since the last one
 
     def start(self, pump: Pump, lead: Lead, wake: Wake, name: str) -> None:
-        self._pump, self._lead_simply, self._wake = pump, lead, wake
+        self._pump, self._lead_by_rings, self._wake = pump, lead, wake
         self.thread = threading.Thread(target=self._side, name=f"monarch-io {name}", daemon=True)
         self.thread.start()
 
@@ -302,21 +308,27 @@ class CallerDriver:
             _own.spin.slept(time.monotonic() - began_s)  # also where it has led: a look would have found it, or not
 
     def idle(self, signal: Signal, timeout_s: float | None) -> None:
-        # Where no code of Python runs in between, an interrupt of the main thread needs no guard: 5 us less of 50.
+        # Where no code of Python runs while it leads, the main thread needs no guard against interrupts: 5 us of 50.
         if signal.is_set or timeout_s == 0:
             return
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
-        if on_main_thread() and self._leaves_quietly() and self._lead_in_one_step(signal, deadline_s, calls_only=True):
-            return
+        if on_main_thread() and self._leaves_quietly():
+            self._is_alone = True
+            try:
+                if self._lead_in_one_step(signal, deadline_s, NOTHING_HELD, calls_only=True):
+                    return
+            finally:
+                self._is_alone = False
         self._join(signal, deadline_s)
 
     def _join(self, signal: Signal, deadline_s: float | None) -> bool:
         """Wait as one of those who drive."""
         if not on_main_thread():
-            return self._lead_in_one_step(signal, deadline_s) or self._wait(signal, deadline_s, NOTHING_HELD)
+            done = self._lead_in_one_step(signal, deadline_s, NOTHING_HELD)
+            return done or self._wait(signal, deadline_s, NOTHING_HELD)
         while True:
             with Held(signal.nudge) as held:
-                done = self._lead_in_one_step(signal, deadline_s) or self._wait(signal, deadline_s, held)
+                done = self._lead_in_one_step(signal, deadline_s, held) or self._wait(signal, deadline_s, held)
             if not held.noted:
                 return done
 
@@ -371,29 +383,38 @@ class CallerDriver:
             if not self._leaves_quietly():
                 self._go_away()
 
-    def _lead_in_one_step(self, signal: Signal, deadline_s: float | None, *, calls_only: bool = False) -> bool:
+    def _lead_in_one_step(
+        self, signal: Signal, deadline_s: float | None, held: Held | NothingHeld, *, calls_only: bool = False
+    ) -> bool:
         """As `_lead_until`, by the compiled part, where nobody else wants the lead. Whether the signal is set."""
         if self._heir is not None or self._lead.locked() or self._stopping:
             return False
         left_s = _LOOK_S if deadline_s is None else min(deadline_s - time.monotonic(), _LOOK_S)
+        if left_s <= 0.0:
+            return False
         self._last_follower = 0
         self._leads += 1
-        if self._side_is_alert or self._deputy_is_called:
-            self._take_calls_back()
-        _own.leads = True
-        done: bool | None = None
+        done: bool | None = False  # also where the handler of a signal raises
+        has_changed = self._side_is_alert or self._deputy_is_called
         try:
-            done = self._lead_simply(self._lead, signal, left_s, calls_only=calls_only)
-        except Exception:
-            log.exception("message.failed")
-            done = False
+            _own.leads = True
+            if has_changed:
+                self._take_calls_back()
+            done = self._lead_by_rings(self._lead, signal, left_s, held, calls_only=calls_only)
         finally:
             _own.leads = False
             if done is not None:
+                has_changed = True
                 self._led_at_s = time.monotonic()
-                if not self._leaves_quietly():
-                    self._go_away()
+            if has_changed and not self._leaves_quietly():
+                self._go_away()
         return bool(done)
+
+    def _come_out(self) -> None:
+        """Somebody is to be told when the leader leaves, from now on: it shall lead within its guard, so that no
+        handler of a signal, which may take long, comes before that."""
+        if self._is_alone:
+            self._wake.set()
 
     def _leaves_quietly(self) -> bool:
         """Whether nobody has to be told when a thread leaves the lead."""
@@ -426,9 +447,10 @@ class CallerDriver:
             self._deputy_is_called = False
             if self._calls <= _ALARMS:  # the last one sends it on patrol
                 watch.call(None)
-        if self._side_is_alert and self._alarms <= _ALARMS:  # the last one wakes it
+        if self._side_is_alert:
             self._side_is_alert = False
-            self._alarm.set(None)
+            if self._alarms <= _ALARMS:  # the last one wakes it
+                self._alarm.set(None)
 
     def _follow(self, signal: Signal, left_s: float | None, held: Held | NothingHeld) -> None:
         self._followers[signal] = None
@@ -450,6 +472,8 @@ class CallerDriver:
     def _rest(self, signal: Signal, left_s: float | None, held: Held | NothingHeld) -> None:
         watch = self._watch
         if watch is None or not self._deputy.acquire(blocking=False):
+            if watch is None:
+                self._come_out()
             signal.sleep(left_s)
             return
         try:
@@ -471,6 +495,8 @@ class CallerDriver:
             self._deputy_sleeps = not on_patrol
             if not on_patrol and not self._lead.locked():
                 return  # who leaves from now on calls
+            if not on_patrol:
+                self._come_out()
             signal.keep(watch, _PATROL_S if on_patrol and (left_s is None or left_s > _PATROL_S) else left_s)
             now_s = time.monotonic()
             left_s = None if deadline_s is None else deadline_s - now_s
@@ -534,6 +560,7 @@ class CallerDriver:
             else:
                 self._alarms = 0
                 self._side_rests = True
+                self._come_out()
                 if self._lead.locked() and not self._stopping:
                     self._alarm.wait()
                 self._side_rests = False
@@ -559,8 +586,8 @@ class CallerDriver:
         self.thread.join(_JOIN_LIMIT_S)
         if _own.leads:
             return  # called from inside the pump
-        if self._lead.acquire(timeout=_LEAD_LIMIT_S):
-            self._lead.release()  # whoever led is out of the pump: what it polls may be closed now
+        # Whoever led is out of the pump then, and nobody leads any more: what it polls may be closed now.
+        self._lead.acquire(timeout=_LEAD_LIMIT_S)
 
 
 def make_driver(name: str) -> Driver:

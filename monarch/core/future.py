@@ -28,7 +28,7 @@ log = get_logger("monarch.future")
 
 R = TypeVar("R")
 _cell_lock = threading.Lock()  # guards every future's completion and callbacks; held for some instructions only
-_unseen: Final[weakref.WeakSet[_Unseen]] = weakref.WeakSet()
+_unseen: Final[weakref.WeakValueDictionary[int, _Unseen]] = weakref.WeakValueDictionary()
 
 
 class Outcome(Exception):
@@ -46,7 +46,7 @@ class _Unseen:
 
     def __init__(self, words: Callable[[], str]) -> None:
         self._words: Callable[[], str] | None = words
-        _unseen.add(self)
+        _unseen[id(self)] = self
 
     def forget(self) -> None:
         self._words = None
@@ -435,5 +435,7 @@ def tell_unseen(failure: str) -> None:
 
 def tell_all_unseen() -> None:
     """The program ends, and with it all its futures."""
-    for each in list(_unseen):
-        each.tell()
+    for found in _unseen.valuerefs():
+        each = found()
+        if each is not None:
+            each.tell()

@@ -32,7 +32,7 @@ def settle(
         signal.clear()
         for peer in peers:
             with peer.lock:
-                peer.tell_next(signal.notify)  # of acknowledgements
+                peer.hear_of_room(signal.notify)  # of acknowledgements
             link = peer.link
             if link is None:
                 left = left or bool(peer.session.unacked and peer.dialing is not None and not peer.said_goodbye)

@@ -111,5 +111,6 @@ class Intake:
         owing, self._owing_acks = self._owing_acks, []
         for peer in owing:
             peer.session.ack_is_timed = False
+        for peer in owing:
             if peer.session.owes_ack:
                 peer.say(FrameType.ACK)

@@ -258,13 +258,13 @@ class Peer:
     def wants_room(self, notify: Callable[[], None]) -> bool:
         """Call `notify` once half of the buffer is free or the peer is gone; False when that is so already."""
         with self.lock:
-            self.tell_next(notify)  # before the look: what is confirmed after it is told
+            self.hear_of_room(notify)  # before the look: what is confirmed after it is told
             if self.down is None and self.session.unacked_bytes > self.send_buffer_bytes // 2:
                 return True
             self.waiting_for_room.remove(notify)
             return False
 
-    def tell_next(self, notify: Callable[[], None]) -> None:
+    def hear_of_room(self, notify: Callable[[], None]) -> None:
         """Call `notify` once, with those who wait for room. The lock is held."""
         if notify not in self.waiting_for_room:
             self.waiting_for_room.append(notify)

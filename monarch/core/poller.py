@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Final
 
+from monarch import compiled
+from monarch.core.held import Held, NothingHeld
 from monarch.core.spin import LOOK_S, Spin, cpus
 from monarch.log import get_logger
 from monarch.transports import ring
@@ -30,6 +32,12 @@ WRITABLE: Final = select.EPOLLOUT
 _ROUNDS_BETWEEN: Final = 8
 """As long as rings have something, descriptors are looked at in every so-manieth round only."""
 _LONGEST_POLL_S: Final = 3600.0  # epoll counts milliseconds in an int
+
+
+def _say_failed(error: BaseException) -> None:
+    log.error("message.failed", exc_info=error)
+    if not isinstance(error, Exception):
+        raise error
 
 
 class Poller:
@@ -147,16 +155,16 @@ class Poller:
         finally:
             self._running = 0
 
-    def lead(self, lock: threading.Lock, signal: Signal, timeout_s: float, *, calls_only: bool) -> bool | None:
+    def lead(
+        self, lock: threading.Lock, signal: Signal, timeout_s: float, held: Held | NothingHeld, *, calls_only: bool
+    ) -> bool | None:
         """Wait until `signal` is set, with the lock, if that is free, and deliver what the rings bring meanwhile: as
         `poll` again and again, in one step of the compiled part, which no handler of a signal interrupts. False where
         the time is over, or there is more to do: `poll` does it. None: nothing was waited for.
 
         Args:
             calls_only: run no code of Python meanwhile. Calls to actors need none, as a rule.
-
-        Raises:
-            Exception: of who takes messages.
+            held: what ends the wait, too.
         """
         led, timers, spin = self._led, self._timers, self._spin
         if led is None or self.pumped_first:
@@ -165,16 +173,28 @@ class Poller:
             timeout_s = min(timeout_s, timers[0][0] - time.monotonic())
         if timeout_s <= 0.0:
             return None
-        look_s = spin.time_s if signal.looks and spin.pays() else 0.0
-        done = ring.lead(lock, signal, led, calls_only, look_s, timeout_s)
+        has_led = None
+        if signal.looks and spin.pays():
+            done = ring.lead(lock, signal, led, calls_only, spin.time_s, timeout_s)
+            if done is None:
+                return None
+            state, found, longest_s, _, failed = done
+            if longest_s >= 0.0:
+                spin.learn(found, longest_s)
+            if failed is not None:
+                _say_failed(failed)
+            if state != compiled.LOOKED_IN_VAIN or held.noted:
+                return state == compiled.LED
+            has_led = False
+        done = ring.lead(lock, signal, led, calls_only, 0.0, timeout_s)
         if done is None:
-            return None
-        is_set, found, longest_s, slept_s = done
-        if longest_s >= 0.0:
-            spin.learn(found, longest_s)
+            return has_led
+        state, _, _, slept_s, failed = done
         if slept_s >= 0.0:
             spin.slept(slept_s)
-        return is_set
+        if failed is not None:
+            _say_failed(failed)
+        return state == compiled.LED
 
     def _wait(self, timeout_s: float | None, looks: bool) -> list[tuple[int, int]]:
         events, readers = self._looked_at
@@ -221,8 +241,9 @@ class Poller:
 
     def shut(self) -> None:
         """Wait for nothing more; registering fails from now on."""
-        self.closed = True
-        self._epoll_fd, self._led, self._take = -1, None, None
+        with self._lock:
+            self.closed = True
+            self._epoll_fd, self._led, self._take = -1, None, None
         self._epoll.close()
 
     def close(self) -> None:

@@ -135,7 +135,7 @@ class ActorInstance(Spawner, CoreInstance):
 
     Attributes:
         prepares: it only runs the bootstrap function of its process.
-        is_imported: its class is being unpickled, and with it, most often, a module imported.
+        is_importing: its class is being unpickled, and with it, most often, a module imported.
         owner_key: the process of its owner.
         on_failure, on_undeliverable: what it does about a failure of something it owns, and about a message that came
             back; called on its thread. Whoever makes the actor sets them, before it runs.
@@ -154,7 +154,7 @@ class ActorInstance(Spawner, CoreInstance):
     ) -> None:
         CoreInstance.__init__(self, runtime, actor_id)
         self.prepares = prepares
-        self.is_imported = False
+        self.is_importing = False
         self._init_spawner(name, class_name, rank, proc_mesh, creator)
         self.owner_key = 0
         self.on_failure: Callable[[MeshFailure], None]

@@ -103,7 +103,7 @@ _WAITS: Final = frozenset(
 def _never_waits(method: Callable[..., Any]) -> bool:
     """Whether a method, which is `async def`, has no `await`, `async for` or `async with`."""
     code = getattr(method, "__code__", None)
-    return code is not None and inspect.iscoroutinefunction(method) and _WAITS.isdisjoint(code.co_code[::2])
+    return code is not None and bool(code.co_flags & inspect.CO_COROUTINE) and _WAITS.isdisjoint(code.co_code[::2])
 
 
 _forks = 0
@@ -144,9 +144,9 @@ class ActorBehavior:
         current_context.set(Context(instance, instance.rank, served))
         written.tell()
         try:
-            instance.is_imported = True
+            instance.is_importing = True
             (cls, *args), kwargs = codec.decode(body)
-            instance.is_imported = False
+            instance.is_importing = False
             self._class = class_of(cls)
             self._calls = _calls_of(cls)
             loop.may_block = not self._class.is_async
@@ -154,7 +154,7 @@ class ActorBehavior:
         except BaseException as error:
             return self._failed(f"{instance.class_name}.__init__() raised", error)
         finally:
-            instance.is_imported = loop.may_block = False
+            instance.is_importing = loop.may_block = False
             instance.finished(served)
         return None
 
@@ -297,6 +297,7 @@ class ActorBehavior:
         except StopIteration as done:
             down: Down | None = done.value
             return down
+        coro.close()
         raise RuntimeError("it waits")  # see `_never_waits`
 
     async def _run_async(

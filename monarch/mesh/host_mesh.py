@@ -291,7 +291,7 @@ def _refuse_import() -> None:
     """Raises: RuntimeError, where a process imports the class of an actor, and the module starts processes: they would
     import it, too, and start more."""
     actor = context().actor_instance
-    if isinstance(actor, ActorInstance) and actor.is_imported:
+    if isinstance(actor, ActorInstance) and actor.is_importing:
         raise RuntimeError(
             f"spawn_procs() was called while {actor.class_name} was imported for the actor {actor.place}: a module "
             "that starts processes where it is imported does so in each of them; put that under "

@@ -14,6 +14,7 @@ ring. It is polled edge-triggered, and never read. Eight processes that are woke
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
@@ -38,12 +39,16 @@ why_not = compiled.why_not
 _bells: Final = weakref.WeakValueDictionary[int, OwnedFd]()  # by process: a forked child makes its own
 
 
+_bells_lock = threading.Lock()
+
+
 def bell() -> OwnedFd:
     """This process's bell, which closes with the last of those who hear it: to be polled edge-triggered."""
-    found = _bells.get(os.getpid())
-    if found is None:
-        found = _bells.setdefault(os.getpid(), OwnedFd(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)))
-    return found
+    with _bells_lock:
+        found = _bells.get(os.getpid())
+        if found is None:
+            found = _bells[os.getpid()] = OwnedFd(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
+        return found
 
 
 def offer() -> tuple[list[int], Reader]:

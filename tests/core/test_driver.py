@@ -432,6 +432,36 @@ def test_the_side_thread_takes_over_after_many_calls_in_a_row(caller: CallerDriv
         assert arrived.wait(_LIMIT_S)
 
 
+@pytest.mark.parametrize("how", ["its time is over", "another leads", "an interrupt"])
+def test_who_does_not_lead_in_the_end_leaves_the_side_thread_its_alarm(
+    how: str, caller: CallerDriver, links: Links
+) -> None:
+    """Else nobody would take in what comes, until somebody waits again."""
+    _until(lambda: caller.leads_aside)
+    first, signal = Signal(), Signal()
+    waiter = _start(lambda: caller.wait(first, _LIMIT_S) and None)
+    _until(lambda: caller._side_rests)
+    links.post(first.notify)
+    _join(waiter)
+
+    def lead(*_: object, calls_only: bool) -> None:
+        signal.notify()
+        if how == "an interrupt":
+            raise KeyboardInterrupt
+
+    caller._lead_by_rings = lead
+    if how == "its time is over":
+        assert not caller.wait(signal, 0.0) and not caller.wait(signal, 1e-9)
+    elif how == "another leads":
+        assert caller.wait(signal, _LIMIT_S)
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            caller.wait(signal, _LIMIT_S)
+    arrived = threading.Event()
+    links.post(arrived.set)
+    assert arrived.wait(_LIMIT_S)
+
+
 def test_the_side_thread_gives_way_to_one_that_waits(caller: CallerDriver, links: Links) -> None:
     _until(lambda: caller.leads_aside)
     signal = Signal()

@@ -298,12 +298,12 @@ class CallerDriver:
             return True
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         if not signal.is_near or timeout_s == 0:
-            return self._join(signal, deadline_s)
+            return self._join(signal, deadline_s, on_main_thread())
         if signal.look() and signal.is_set:
             return True  # and the guard against interrupts, and who leads, were none of its business: 10 us of 50
         began_s = time.monotonic()
         try:
-            return self._join(signal, deadline_s)
+            return self._join(signal, deadline_s, on_main_thread())
         finally:
             _own.spin.slept(time.monotonic() - began_s)  # also where it has led: a look would have found it, or not
 
@@ -312,18 +312,19 @@ class CallerDriver:
         if signal.is_set or timeout_s == 0:
             return
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
-        if on_main_thread() and self._leaves_quietly():
+        on_main = on_main_thread()
+        if on_main and self._leaves_quietly():
             self._is_alone = True
             try:
                 if self._lead_in_one_step(signal, deadline_s, NOTHING_HELD, calls_only=True):
                     return
             finally:
                 self._is_alone = False
-        self._join(signal, deadline_s)
+        self._join(signal, deadline_s, on_main)
 
-    def _join(self, signal: Signal, deadline_s: float | None) -> bool:
+    def _join(self, signal: Signal, deadline_s: float | None, on_main: bool) -> bool:
         """Wait as one of those who drive."""
-        if not on_main_thread():
+        if not on_main:
             done = self._lead_in_one_step(signal, deadline_s, NOTHING_HELD)
             return done or self._wait(signal, deadline_s, NOTHING_HELD)
         while True:

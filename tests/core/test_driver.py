@@ -661,7 +661,7 @@ def test_who_leads_instead_of_looking_learns_that_a_look_would_have_paid(
     """The caller of an actor, say: it would lead for ever."""
     spin = Spin(_LIMIT_S)
     monkeypatch.setattr(driver_module._own, "spin", spin)
-    monkeypatch.setattr(caller, "_join", lambda signal, deadline_s: True)
+    monkeypatch.setattr(caller, "_join", lambda signal, deadline_s, on_main: True)
     for _ in range(3):
         assert not spin.pays()
         assert caller.wait(Signal(is_near=True), _LIMIT_S)

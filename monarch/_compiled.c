@@ -892,6 +892,7 @@ static void lane_dealloc(Lane *self) {
 static PyObject *lane_close(Lane *self, PyObject *unused) {
     self->open = 0;
     self->fd = -1;
+    Py_CLEAR(self->writer); /* whoever keeps the lane keeps no descriptor: `post` looks whether it is open, each time */
     Py_RETURN_NONE;
 }
 

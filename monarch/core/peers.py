@@ -269,6 +269,7 @@ class Peers:
             self._intake.take_from(peer, link)
         except (LinkClosed, TransportError) as error:
             self.lost(peer, link, error)
+            error.__traceback__ = None  # the link keeps the error, whose frames keep the link, and its descriptors
         except ProtocolError as error:
             log.error("peer.protocol_error", peer=str(peer.proc.uid), error=str(error))
             self.lost(peer, link, error)

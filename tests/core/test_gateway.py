@@ -491,6 +491,33 @@ def test_a_link_that_has_ended_goes_at_once(net: Net) -> None:
     until(lambda: gc.collect() >= 0 and link() is None)
 
 
+def test_a_link_that_has_ended_leaves_no_descriptor_to_the_collector(net: Net) -> None:
+    """Programs that train switch it off."""
+    a = net.proc("a")
+
+    def meet() -> None:
+        b = net.proc("b")
+        number, at_b = net.port(b)
+        send(a, b, number, b"x")
+        until(lambda: at_b.got)
+        link = peer(a, b).link
+        b.close(LIMIT_S)
+        until(lambda: peer(a, b).link is not link)
+        net.procs.remove(b)
+
+    meet()
+    gc.collect()
+    gc.disable()
+    try:
+        before = descriptors()
+        for _ in range(10):
+            meet()
+        kept = descriptors() - before
+    finally:
+        gc.enable()
+    assert kept <= 2, "at each end of the last one"
+
+
 def test_the_gateway_leaves_nothing_behind(net: Net) -> None:
     def cycle() -> None:
         a, b = net.proc("a"), net.proc("b")

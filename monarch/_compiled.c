@@ -4,8 +4,8 @@
  * A ring of frames in memory that two processes share: one pushes, one pops. The memory: a head of 256 bytes with `tail`
  * (how many bytes were ever pushed) and `head` (ever popped), each on a cache line of its own, and `asleep`, which the reader
  * sets before it sleeps, to what wakes it, and the writer clears when it does, or the reader when it is awake. Then the data,
- * a power of two. A record is contiguous and begins at a multiple of 8: `struct record`, the sizes of the parts, the parts. Where a
- * record would wrap around, the rest of the data is skipped by a record of size SKIP.
+ * a power of two. A record is contiguous and begins at a multiple of 8: `struct record`, the sizes of the parts, the parts.
+ * Where a record would wrap around, the rest of the data is skipped by a record of size SKIP.
  *
  * A frame that was encoded already, for the stream beside, is pushed as `bytes`, and its record marked ENCODED; what it
  * is decoded to, Python says (`decode`).
@@ -1459,8 +1459,6 @@ static int sleep_on(const readers *all, int epoll, double timeout_s, struct epol
     return found;
 }
 
-static double seconds_or_none(PyObject *arg) { return arg == Py_None ? -1 : PyFloat_AsDouble(arg); }
-
 static PyObject *module_sleep(PyObject *module, PyObject *const *args, Py_ssize_t n) {
     if (n != 5 || !PyTuple_Check(args[0]) || !PyTuple_Check(args[1]) || PyTuple_Size(args[0]) != PyTuple_Size(args[1])) {
         PyErr_SetString(PyExc_TypeError, "sleep(readers, events, epoll, bell, timeout_s): tuples of the same length");
@@ -1468,7 +1466,7 @@ static PyObject *module_sleep(PyObject *module, PyObject *const *args, Py_ssize_
     }
     readers all;
     long epoll = PyLong_AsLong(args[2]), bell = PyLong_AsLong(args[3]);
-    double timeout_s = seconds_or_none(args[4]), slept_s = -1;
+    double timeout_s = args[4] == Py_None ? -1 : PyFloat_AsDouble(args[4]), slept_s = -1;
     if (PyErr_Occurred() || !gather(&all, args[0])) return NULL;
     struct epoll_event events[MOST_EVENTS];
     int count = 0, look_at_all = some_want_a_look(&all), slept = !look_at_all;

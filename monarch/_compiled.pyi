@@ -30,7 +30,8 @@ class Reader:
     def carry(self, session: object, /) -> None: ...
     def deliver(self, take: Callable[[Envelope], object], proc: int, now_s: float, /) -> bool:
         """Give to `take` the messages of the session that are there now, as long as each is the next and for that
-        process: as `pop`, with `Session.took` behind each. Whether that was all there is: otherwise, look with `pop`.
+        process: as `pop`, with `Session.took` behind each. Whether there is nothing else to do: otherwise, look with
+        `pop`, and at what the session owes.
 
         Raises:
             Exception: of `take`. The message counts as taken, those behind it are still there.

@@ -34,12 +34,6 @@ _ROUNDS_BETWEEN: Final = 8
 _LONGEST_POLL_S: Final = 3600.0  # epoll counts milliseconds in an int
 
 
-def _say_failed(error: BaseException) -> None:
-    log.error("message.failed", exc_info=error)
-    if not isinstance(error, Exception):
-        raise error
-
-
 class Poller:
     """An epoll with handlers, timers, and a way to end its wait."""
 
@@ -173,28 +167,24 @@ class Poller:
             timeout_s = min(timeout_s, timers[0][0] - time.monotonic())
         if timeout_s <= 0.0:
             return None
+        look_s = spin.time_s if signal.looks and spin.pays() else 0.0
         has_led = None
-        if signal.looks and spin.pays():
-            done = ring.lead(lock, signal, led, calls_only, spin.time_s, timeout_s)
+        while True:  # once more at the most: between a look in vain and a sleep handlers of signals may run
+            done = ring.lead(lock, signal, led, calls_only, look_s, timeout_s)
             if done is None:
-                return None
-            state, found, longest_s, _, failed = done
+                return has_led
+            state, found, longest_s, slept_s, failed = done
             if longest_s >= 0.0:
                 spin.learn(found, longest_s)
+            if slept_s >= 0.0:
+                spin.slept(slept_s)
             if failed is not None:
-                _say_failed(failed)
+                log.error("message.failed", exc_info=failed)
+                if not isinstance(failed, Exception):
+                    raise failed
             if state != compiled.LOOKED_IN_VAIN or held.noted:
                 return state == compiled.LED
-            has_led = False
-        done = ring.lead(lock, signal, led, calls_only, 0.0, timeout_s)
-        if done is None:
-            return has_led
-        state, _, _, slept_s, failed = done
-        if slept_s >= 0.0:
-            spin.slept(slept_s)
-        if failed is not None:
-            _say_failed(failed)
-        return state == compiled.LED
+            has_led, look_s = False, 0.0
 
     def _wait(self, timeout_s: float | None, looks: bool) -> list[tuple[int, int]]:
         events, readers = self._looked_at

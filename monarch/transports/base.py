@@ -88,8 +88,9 @@ class Link(Protocol):
 
     def deliver(self, take: Callable[[Any], None], proc: int, now_s: float) -> bool:
         """Give to `take` the messages of the carried session that have arrived and are for that process, oldest first,
-        where this link makes messages, each with its `Session.took` behind it. Whether that was all there is; else
-        `recv_nowait` has the rest.
+        where this link makes messages, each with its `Session.took` behind it. Whether there is nothing else to do;
+        else `recv_nowait` has the rest, and the session is to be looked at: it may owe an acknowledgement, or somebody
+        waits for room.
 
         Raises:
             Exception: of `take`; its message counts as taken, and `recv_nowait` has the rest.

@@ -37,8 +37,6 @@ why_not = compiled.why_not
 
 
 _bells: Final = weakref.WeakValueDictionary[int, OwnedFd]()  # by process: a forked child makes its own
-
-
 _bells_lock = threading.Lock()
 
 

@@ -8,7 +8,7 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -48,6 +48,21 @@ class Leader:
             assert self.signal.wake is None and not self.signal.pumping and self.waker.bell is None
             assert not self.byte[0]
 
+    def lead_aside(self, look_s: float) -> Callable[[], Any]:
+        """On another thread, which has the lead already; returns what waits for its end, and has what came of it."""
+        results: list[Any] = []
+        thread = threading.Thread(target=lambda: results.append(self.lead(look_s=look_s, timeout_s=WAIT_S)))
+        thread.start()
+        while not self.lock.locked():
+            time.sleep(0)
+
+        def end() -> Any:
+            thread.join(WAIT_S / 2)
+            (result,) = results
+            return result
+
+        return end
+
     def close(self) -> None:
         self.epoll.close()
         os.close(self.beside)
@@ -74,15 +89,10 @@ def test_a_call_that_is_there_is_delivered_at_once(leader: Leader, look_s: float
 
 @pytest.mark.parametrize("look_s", [0.0, WAIT_S])
 def test_a_call_that_comes_later_ends_the_wait_for_it(leader: Leader, look_s: float) -> None:
-    results: list[Any] = []
-    thread = threading.Thread(target=lambda: results.append(leader.lead(look_s=look_s, timeout_s=WAIT_S)))
-    thread.start()
-    while not leader.lock.locked():
-        time.sleep(0)  # until it leads
+    end = leader.lead_aside(look_s)
     post(leader.way.target())
-    thread.join(WAIT_S)
 
-    ((state, found, longest_s, slept_s, _),) = results
+    state, found, longest_s, slept_s, _ = end()
     assert state == compiled.LED and len(leader.home.mailbox.calls) == 1
     assert (slept_s < 0 <= longest_s and found) if look_s else (longest_s < 0 <= slept_s)
 
@@ -92,17 +102,12 @@ def test_a_call_that_comes_later_ends_the_wait_for_it(leader: Leader, look_s: fl
 def test_whoever_wants_the_leader_ends_the_wait(leader: Leader, how: str, look_s: float) -> None:
     for _ in range(20):
         leader.signal.clear()
-        results: list[Any] = []
-        thread = threading.Thread(target=lambda: results.append(leader.lead(look_s=look_s, timeout_s=WAIT_S)))
-        thread.start()
-        while not leader.lock.locked():
-            time.sleep(0)
+        end = leader.lead_aside(look_s)
         if how == "signal":
             leader.signal.notify()
         else:
             leader.waker.set()
-        thread.join(WAIT_S / 2)
-        assert results[0][0] == (compiled.LED if how == "signal" else 0) and not leader.lock.locked()
+        assert end()[0] == (compiled.LED if how == "signal" else 0) and not leader.lock.locked()
         leader.waker.clear()
 
 
@@ -113,14 +118,10 @@ def test_a_look_in_vain_does_not_sleep(leader: Leader) -> None:
 
 
 def test_what_a_look_finds_for_others_is_delivered_and_then_it_sleeps_elsewhere(leader: Leader) -> None:
-    leader.signal, results = Signal(), []
-    thread = threading.Thread(target=lambda: results.append(leader.lead(look_s=WAIT_S, timeout_s=WAIT_S)))
-    thread.start()
-    while not leader.lock.locked():
-        time.sleep(0)
+    leader.signal = Signal()
+    end = leader.lead_aside(WAIT_S)
     post(leader.way.target())
-    thread.join(WAIT_S / 2)
-    assert [result[:2] for result in results] == [(compiled.LOOKED_IN_VAIN, True)]
+    assert end()[:2] == (compiled.LOOKED_IN_VAIN, True)
     assert len(leader.home.mailbox.calls) == 1
 
 

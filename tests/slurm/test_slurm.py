@@ -42,6 +42,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             name, _, value = found.stdout.strip().rpartition("\n")[2].partition("=")
             patch.setenv(name, value)
             yield
+            until(lambda: queue("%i") == "", LIMIT_S)  # daemons that end before leave the workers of a job behind
     finally:
         subprocess.run([SETUP, "stop", folder], timeout=60, check=True)
 

@@ -41,7 +41,7 @@
 #define PAUSE() atomic_signal_fence(memory_order_seq_cst)
 #endif
 
-enum { VERSION = 14 }; /* of what Python calls here; compiled.py names the one that it needs */
+enum { VERSION = 15 }; /* of what Python calls here; compiled.py names the one that it needs */
 enum { HEAD_BYTES = 256, MOST_PARTS = 32, LOOKS_EACH = 64 };
 enum { AWAKE, WOKEN_BY_STREAM, WOKEN_BY_BELL }; /* of a reader: what `asleep` says */
 #define SKIP UINT32_MAX
@@ -290,7 +290,7 @@ typedef struct {
     char ack_is_timed, room_is_awaited;
 } Session;
 
-static PyTypeObject *SessionType, *LaneType, *EnvelopeType, *InboxType, *DeliveryType;
+static PyTypeObject *SessionType, *LaneType, *EnvelopeType, *InboxType, *DeliveryType, *SignalType, *WakeType, *SpinType;
 
 static void *new_of(PyTypeObject *type) { return ((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0); }
 
@@ -1025,8 +1025,41 @@ typedef struct {
     long long come_bytes, weigh_at_bytes;
 } Inbox;
 
-static PyObject *name_of_is_set, *name_of_pumping, *name_of_wake, *name_of_bell, *name_of_lock, *name_of_owned, *name_of_fd,
-    *name_of_append, *name_of_mailbox, *name_of_deliver;
+/* A signal, on which one thread waits, and what wakes one that polls: see monarch/core/driver.py and monarch/wake.py, which
+ * have the same in Python. */
+typedef struct {
+    PyObject_HEAD
+    PyObject *lock, *wake, *bell; /* which of them wakes it; NULL is None */
+    unsigned long pumping;        /* the thread that waits while it polls */
+    char is_set, looks, is_near;
+} Signal;
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *bell, *owned;
+    int fd;
+} Wake;
+
+static PyObject *name_of_append, *name_of_mailbox, *name_of_deliver, *name_of_release, *name_of_acquire, *name_of_noted;
+
+static void signal_dealloc(Signal *self) {
+    Py_XDECREF(self->lock);
+    Py_XDECREF(self->wake);
+    Py_XDECREF(self->bell);
+    free_of((PyObject *)self);
+}
+
+static void wake_dealloc(Wake *self) {
+    Py_XDECREF(self->bell);
+    Py_XDECREF(self->owned);
+    free_of((PyObject *)self);
+}
+
+static int is_a(PyObject *object, PyTypeObject *type) { /* 0: an exception is set */
+    if (PyObject_TypeCheck(object, type)) return 1;
+    PyErr_SetString(PyExc_TypeError, "this is no signal that the compiled part knows");
+    return 0;
+}
 
 static int inbox_traverse(Inbox *self, visitproc visit, void *arg) {
     Py_VISIT(Py_TYPE((PyObject *)self));
@@ -1057,12 +1090,6 @@ static void inbox_dealloc(Inbox *self) {
     free_of((PyObject *)self);
 }
 
-static PyObject *attribute(PyObject *of, PyObject *name) { /* borrowed: `of` has it as long as nothing else runs */
-    PyObject *found = PyObject_GetAttr(of, name);
-    Py_XDECREF(found);
-    return found;
-}
-
 /* What wakes the thread that waits for a signal: one of these, or nothing. */
 struct waking {
     char *byte;      /* to set; NULL: none */
@@ -1071,26 +1098,24 @@ struct waking {
     int fd;
 };
 
-static int bell_of(PyObject *bell, struct waking *how) { /* 0: it is none */
-    if (!bell || !PyByteArray_Check(bell) || PyByteArray_Size(bell) != 1) return 0;
-    how->byte = PyByteArray_AsString(bell);
-    return 1;
-}
-
 /* As `Signal.notify` and `Wake.set`; 0: an exception is set. */
-static int waking_of(PyObject *signal, struct waking *how) {
+static int waking_of(PyObject *object, struct waking *how) {
     *how = (struct waking){NULL, NULL, NULL, -1};
-    PyObject *is_set = attribute(signal, name_of_is_set), *pumping = attribute(signal, name_of_pumping);
-    PyObject *wake = attribute(signal, name_of_wake), *bell = attribute(signal, name_of_bell);
-    if (!is_set || !pumping || !wake || !bell) return 0;
-    if (is_set == Py_True || PyLong_AsUnsignedLong(pumping) == PyThread_get_thread_ident()) return !PyErr_Occurred();
-    if (wake != Py_None) {
-        if (!(bell = attribute(wake, name_of_bell))) return 0;
-        if (bell_of(bell, how)) return 1;
-        PyObject *owned = attribute(wake, name_of_owned), *fd = owned && owned != Py_None ? attribute(owned, name_of_fd) : NULL;
-        if (fd) how->owned = owned, how->fd = (int)PyLong_AsLong(fd);
-    } else if (!bell_of(bell, how)) how->lock = attribute(signal, name_of_lock);
-    return !PyErr_Occurred();
+    if (!is_a(object, SignalType)) return 0;
+    const Signal *signal = (const Signal *)object;
+    if (signal->is_set || signal->pumping == PyThread_get_thread_ident()) return 1;
+    PyObject *bell = signal->bell;
+    if (signal->wake && signal->wake != Py_None) {
+        if (!is_a(signal->wake, WakeType)) return 0;
+        const Wake *wake = (const Wake *)signal->wake;
+        bell = wake->bell;
+        if (wake->owned && wake->owned != Py_None) how->owned = wake->owned, how->fd = wake->fd;
+    } else how->lock = signal->lock;
+    if (bell && PyByteArray_Check(bell) && PyByteArray_Size(bell) == 1) {
+        how->byte = PyByteArray_AsString(bell);
+        how->owned = how->lock = NULL;
+    }
+    return 1;
 }
 
 static void carry_out(const struct waking *how) {
@@ -1105,7 +1130,7 @@ static void carry_out(const struct waking *how) {
         Py_DECREF(how->owned);
     }
     if (how->lock) {
-        PyObject *released = PyObject_CallMethod(how->lock, "release", NULL);
+        PyObject *released = PyObject_CallMethodObjArgs(how->lock, name_of_release, NULL);
         if (!released) PyErr_Clear(); /* the thread was awake */
         Py_XDECREF(released);
     }
@@ -1153,9 +1178,9 @@ static int queue(Inbox *to, PyObject *envelope, long long size) {
     struct waking how;
     if (!waking_of(to->signal, &how)) return -1;
     PyObject *queued = PyObject_CallMethodObjArgs(to->calls, name_of_append, envelope, NULL);
-    int failed = !queued || PyObject_SetAttr(to->signal, name_of_is_set, Py_True); /* there is no memory */
+    if (queued) ((Signal *)to->signal)->is_set = 1;
     Py_XDECREF(queued);
-    if (failed) return -1;
+    if (!queued) return -1; /* there is no memory */
     to->come_bytes += size;
     carry_out(&how);
     return SENT;
@@ -1489,32 +1514,94 @@ static PyObject *module_sleep(PyObject *module, PyObject *const *args, Py_ssize_
     return slept ? Py_BuildValue("(Nd)", found, slept_s) : Py_BuildValue("(NO)", found, Py_None);
 }
 
+/* ---- whether to look for a while before sleeping: see monarch/core/spin.py, which has the same in Python */
+
+typedef struct {
+    PyObject_HEAD
+    double time_s;
+    long skips, penalty, short_left, short_wanted;
+} Spin;
+
+enum { FEWEST_SKIPS = 8, MOST_SKIPS = 512, MOST_SHORT = 16, SHORT_AT_FIRST = 3 };
+static const double PREEMPTED_S = 200e-6;
+
+static PyObject *spin_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    Spin *self = new_of(type);
+    if (self) self->penalty = FEWEST_SKIPS, self->short_left = self->short_wanted = SHORT_AT_FIRST;
+    return (PyObject *)self;
+}
+
+static int pays(Spin *self) {
+    if (!self->skips) return !self->short_left;
+    self->skips--;
+    return 0;
+}
+
+static void learn(Spin *self, int found, double longest_s) {
+    if (longest_s >= PREEMPTED_S) {
+        self->skips = self->penalty;
+        self->penalty = 2 * self->penalty < MOST_SKIPS ? 2 * self->penalty : MOST_SKIPS;
+    } else if (found) self->penalty = FEWEST_SKIPS, self->short_wanted = 0;
+    else {
+        long wanted = 2 * self->short_wanted;
+        self->short_left = self->short_wanted = wanted < 1 ? 1 : wanted < MOST_SHORT ? wanted : MOST_SHORT;
+    }
+}
+
+static void slept(Spin *self, double for_s) {
+    if (self->short_left) self->short_left = for_s < self->time_s ? self->short_left - 1 : self->short_wanted;
+}
+
+static PyObject *spin_pays(Spin *self, PyObject *unused) { return PyBool_FromLong(pays(self)); }
+
+static PyObject *spin_learn(Spin *self, PyObject *args) {
+    int found;
+    double longest_s;
+    if (!PyArg_ParseTuple(args, "pd", &found, &longest_s)) return NULL;
+    learn(self, found, longest_s);
+    Py_RETURN_NONE;
+}
+
+static PyObject *spin_slept(Spin *self, PyObject *for_s) {
+    double slept_s = PyFloat_AsDouble(for_s);
+    if (PyErr_Occurred()) return NULL;
+    slept(self, slept_s);
+    Py_RETURN_NONE;
+}
+
 /* ---- the lead: to wait for a signal, and deliver meanwhile what the rings bring, in one step. See `Poller.lead`. */
 
 typedef struct {
     readers all;
-    PyObject *take, *signal, *waker;
+    PyObject *take, *bell; /* which others set who want this thread, while it looks */
+    Signal *signal;
+    Wake *waker;
+    Spin *spin;
     uint64_t proc;
     int epoll, eventfd, calls_only;
-    PyObject *bell;   /* which others set who want this thread, while it looks */
-    int found, vain;  /* the look has found something; it has not, and somebody may sleep now */
+    double look_s, deadline_s;
+    int vain;         /* it has looked for nothing, and may sleep after that */
     PyObject *failed; /* what a delivery raised, or NULL */
-    double deadline_s, longest_s, slept_s;
 } Lead;
 
-enum { MORE, SET, VAIN }; /* what `lead` says: see monarch/compiled.py */
+static void set_to(PyObject **place, PyObject *value) {
+    PyObject *before = *place;
+    Py_XINCREF(value);
+    *place = value;
+    Py_XDECREF(before);
+}
 
-static int is_set(const Lead *self) { return attribute(self->signal, name_of_is_set) == Py_True; }
-
-/* Whether somebody wants this thread; -1: an exception is set */
-static int look_first(Lead *self, double look_s) {
+/* Whether there is something to do, or somebody wants this thread */
+static int look_first(Lead *self, int *wanted) {
     volatile char *bell = PyByteArray_AsString(self->bell);
-    if (PyObject_SetAttr(self->waker, name_of_bell, self->bell)) return -1;
-    self->found = look(&self->all, self->epoll, bell, look_s, &self->longest_s);
-    int failed = PyObject_SetAttr(self->waker, name_of_bell, Py_None); /* whoever comes now writes to a descriptor */
-    int wanted = *bell;
+    double longest_s;
+    set_to(&self->waker->bell, self->bell);
+    int found = look(&self->all, self->epoll, bell, self->look_s, &longest_s);
+    set_to(&self->waker->bell, NULL); /* whoever comes now writes to a descriptor */
+    *wanted = *bell;
     *bell = 0;
-    return failed ? -1 : wanted;
+    learn(self->spin, found, longest_s);
+    return found || *wanted || some_want_a_look(&self->all);
 }
 
 static void note_failure(Lead *self) {
@@ -1526,22 +1613,22 @@ static void note_failure(Lead *self) {
     Py_XDECREF(trace);
 }
 
-/* Wait once, and deliver. Whether there is nothing else to do but to wait again; -1: an exception is set */
-static int lead_once(Lead *self, double look_s, int round) {
+/* Wait once, and deliver. Whether there is nothing else to do but to wait again */
+static int lead_once(Lead *self, int round) {
     enum { ROUNDS_BETWEEN = 8 }; /* as long as rings have something, descriptors are looked at now and then */
     struct epoll_event events[MOST_EVENTS];
     int wanted = 0, rang = 0, goes_on = 1, count = 0, ready = some_want_a_look(&self->all);
-    if (!ready && look_s > 0) {
-        if (round == 1 && (wanted = look_first(self, look_s)) < 0) return -1;
-        ready = wanted || (round == 1 && self->found) || some_want_a_look(&self->all);
+    if (!ready && self->look_s > 0) {
+        if (round == 1) ready = look_first(self, &wanted);
         if (!ready) { /* not here: a signal that came while it looked would not end the sleep */
             self->vain = 1;
             return 0;
         }
     }
     if (!ready) {
-        double left_s = self->deadline_s - now_in_s();
-        count = sleep_on(&self->all, self->epoll, left_s > 0 ? left_s : 0, events, &self->slept_s);
+        double left_s = self->deadline_s - now_in_s(), slept_s;
+        count = sleep_on(&self->all, self->epoll, left_s > 0 ? left_s : 0, events, &slept_s);
+        slept(self->spin, slept_s);
         goes_on = count > 0;
     } else if (round % ROUNDS_BETWEEN == 0) count = epoll_wait(self->epoll, events, MOST_EVENTS, 0);
     for (int i = 0; i < count; i++) {
@@ -1561,50 +1648,61 @@ static int lead_once(Lead *self, double look_s, int round) {
     }
     return goes_on && !wanted && !rang && now_s < self->deadline_s; /* rang: for a ring that is new here */
 }
+/* Whether it had the lock, and led; -1: an exception is set */
+static int lead_with(Lead *self, PyObject *lock) {
+    PyObject *taken = PyObject_CallMethodObjArgs(lock, name_of_acquire, Py_False, NULL);
+    Py_XDECREF(taken);
+    if (taken != Py_True) return taken ? 0 : -1;
+    self->vain = 0;
+    self->signal->pumping = PyThread_get_thread_ident();
+    set_to(&self->signal->wake, (PyObject *)self->waker);
+    for (int round = 1; !self->signal->is_set && lead_once(self, round);) round++;
+    set_to(&self->signal->wake, NULL);
+    self->signal->pumping = 0;
+    PyObject *released = PyObject_CallMethodObjArgs(lock, name_of_release, NULL);
+    Py_XDECREF(released);
+    return released ? 1 : -1;
+}
+
+/* Whether the block that this is in is to end; -1: an exception is set */
+static int is_noted(PyObject *held) {
+    PyObject *noted = PyObject_GetAttr(held, name_of_noted);
+    Py_XDECREF(noted);
+    return noted ? noted == Py_True : -1;
+}
 
 static PyObject *module_lead(PyObject *module, PyObject *const *args, Py_ssize_t n) {
-    Lead self = {.longest_s = -1, .slept_s = -1};
-    if (n != 6 || !PyTuple_Check(args[2]) || PyTuple_Size(args[2]) != 7) {
-        PyErr_SetString(PyExc_TypeError, "lead(lock, signal, what_is_polled, calls_only, look_s, timeout_s)");
+    enum { READERS, EPOLL, BELL, WAKER, BYTE, SPIN, TAKE, PROC, ON_FAILURE, ALL_OF_THEM };
+    PyObject *polled[ALL_OF_THEM];
+    if (n != 6 || !PyTuple_Check(args[2]) || PyTuple_Size(args[2]) != ALL_OF_THEM) {
+        PyErr_SetString(PyExc_TypeError, "lead(lock, signal, what_is_polled, held, calls_only, timeout_s)");
         return NULL;
     }
-    PyObject *polled[7], *thread;
-    for (int i = 0; i < 7; i++) polled[i] = PyTuple_GetItem(args[2], i);
-    self.signal = args[1], self.calls_only = args[3] == Py_True;
-    self.epoll = (int)PyLong_AsLong(polled[1]), self.eventfd = (int)PyLong_AsLong(polled[2]);
-    self.waker = polled[3], self.bell = polled[4], self.take = polled[5];
-    self.proc = PyLong_AsUnsignedLongLong(polled[6]);
-    double look_s = PyFloat_AsDouble(args[4]), timeout_s = PyFloat_AsDouble(args[5]);
-    self.deadline_s = now_in_s() + timeout_s;
-    if (PyErr_Occurred() || !is_bell(self.bell) || !gather(&self.all, polled[0])) return NULL;
-    int goes_on = 0, state = MORE;
-    PyObject *taken = PyObject_CallMethod(args[0], "acquire", "O", Py_False);
-    if (taken == Py_True) {
-        thread = PyLong_FromUnsignedLong(PyThread_get_thread_ident());
-        goes_on = !thread || PyObject_SetAttr(self.signal, name_of_pumping, thread) ||
-                          PyObject_SetAttr(self.signal, name_of_wake, self.waker)
-                      ? -1
-                      : 1;
-        Py_XDECREF(thread);
-        for (int round = 1; goes_on == 1 && !is_set(&self); round++) goes_on = lead_once(&self, look_s, round);
-        state = is_set(&self) ? SET : self.vain ? VAIN : MORE;
-        PyObject *type, *error, *trace, *none = PyLong_FromLong(0);
-        PyErr_Fetch(&type, &error, &trace);
-        PyObject_SetAttr(self.signal, name_of_wake, Py_None);
-        if (none) PyObject_SetAttr(self.signal, name_of_pumping, none);
-        Py_XDECREF(none);
-        Py_XDECREF(PyObject_CallMethod(args[0], "release", NULL));
-        PyErr_Clear();
-        PyErr_Restore(type, error, trace);
+    for (int i = 0; i < ALL_OF_THEM; i++) polled[i] = PyTuple_GetItem(args[2], i);
+    if (!is_a(args[1], SignalType) || !is_a(polled[WAKER], WakeType) || !is_a(polled[SPIN], SpinType)) return NULL;
+    Lead self = {.signal = (Signal *)args[1], .calls_only = args[4] == Py_True};
+    self.epoll = (int)PyLong_AsLong(polled[EPOLL]), self.eventfd = (int)PyLong_AsLong(polled[BELL]);
+    self.waker = (Wake *)polled[WAKER], self.bell = polled[BYTE], self.spin = (Spin *)polled[SPIN];
+    self.take = polled[TAKE], self.proc = PyLong_AsUnsignedLongLong(polled[PROC]);
+    self.deadline_s = now_in_s() + PyFloat_AsDouble(args[5]);
+    if (PyErr_Occurred() || !is_bell(self.bell) || !gather(&self.all, polled[READERS])) return NULL;
+    if (self.signal->looks && pays(self.spin)) self.look_s = self.spin->time_s;
+    int led = lead_with(&self, args[0]), noted = 0;
+    if (led > 0 && self.vain) { /* handlers of signals may run now, with the lock released; then it sleeps */
+        noted = PyErr_CheckSignals() ? -1 : is_noted(args[3]);
+        self.look_s = 0;
+        if (!noted && lead_with(&self, args[0]) < 0) noted = -1;
     }
     scatter(&self.all);
-    int has_led = taken == Py_True;
-    Py_XDECREF(taken);
-    if (PyErr_Occurred()) Py_CLEAR(self.failed);
-    if (PyErr_Occurred()) return NULL;
-    if (!has_led) Py_RETURN_NONE;
-    if (!self.failed) Py_INCREF(self.failed = Py_None);
-    return Py_BuildValue("(iOddN)", state, self.found ? Py_True : Py_False, self.longest_s, self.slept_s, self.failed);
+    if (self.failed && led >= 0 && noted >= 0) {
+        PyObject *told = PyObject_CallFunctionObjArgs(polled[ON_FAILURE], self.failed, NULL);
+        Py_XDECREF(told);
+        if (!told) led = -1;
+    }
+    Py_CLEAR(self.failed);
+    if (led < 0 || noted < 0) return NULL;
+    if (!led) Py_RETURN_NONE;
+    return PyBool_FromLong(self.signal->is_set);
 }
 
 /* ---- the module */
@@ -1740,6 +1838,44 @@ static PyType_Spec inbox_spec = {"monarch._compiled.Inbox", sizeof(Inbox), 0,
                                  Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, inbox_slots};
 static PyType_Spec lane_spec = {"monarch._compiled.Lane", sizeof(Lane), 0, Py_TPFLAGS_DEFAULT, lane_slots};
 
+static PyMemberDef signal_fields[] = {
+    {"_lock", T_OBJECT_EX, offsetof(Signal, lock), 0, NULL}, {"wake", T_OBJECT, offsetof(Signal, wake), 0, NULL},
+    {"bell", T_OBJECT, offsetof(Signal, bell), 0, NULL},     {"pumping", T_ULONG, offsetof(Signal, pumping), 0, NULL},
+    {"is_set", T_BOOL, offsetof(Signal, is_set), 0, NULL},   {"looks", T_BOOL, offsetof(Signal, looks), 0, NULL},
+    {"is_near", T_BOOL, offsetof(Signal, is_near), 0, NULL}, {NULL, 0, 0, 0, NULL},
+};
+static PyType_Slot signal_slots[] = {
+    {Py_tp_new, PyType_GenericNew}, {Py_tp_dealloc, signal_dealloc}, {Py_tp_members, signal_fields}, {0, NULL},
+};
+static PyType_Spec signal_spec = {"monarch._compiled.Signal", sizeof(Signal), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
+                                  signal_slots};
+static PyMemberDef wake_fields[] = {
+    {"bell", T_OBJECT, offsetof(Wake, bell), 0, NULL},
+    {"_owned", T_OBJECT, offsetof(Wake, owned), 0, NULL},
+    {"_fd", T_INT, offsetof(Wake, fd), 0, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+static PyType_Slot wake_slots[] = {
+    {Py_tp_new, PyType_GenericNew}, {Py_tp_dealloc, wake_dealloc}, {Py_tp_members, wake_fields}, {0, NULL},
+};
+static PyType_Spec wake_spec = {"monarch._compiled.Wake", sizeof(Wake), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, wake_slots};
+static PyMethodDef spin_methods[] = {
+    {"pays", (PyCFunction)spin_pays, METH_NOARGS, NULL},
+    {"learn", (PyCFunction)spin_learn, METH_VARARGS, NULL},
+    {"slept", (PyCFunction)spin_slept, METH_O, NULL},
+    {NULL, NULL, 0, NULL},
+};
+static PyMemberDef spin_fields[] = {
+    {"time_s", T_DOUBLE, offsetof(Spin, time_s), 0, NULL},
+    {"_short_left", T_LONG, offsetof(Spin, short_left), 0, NULL},
+    {"_short_wanted", T_LONG, offsetof(Spin, short_wanted), 0, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+static PyType_Slot spin_slots[] = {
+    {Py_tp_new, spin_new}, {Py_tp_dealloc, free_of}, {Py_tp_methods, spin_methods}, {Py_tp_members, spin_fields}, {0, NULL},
+};
+static PyType_Spec spin_spec = {"monarch._compiled.Spin", sizeof(Spin), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, spin_slots};
+
 static PyMethodDef functions[] = {
     {"post", (PyCFunction)(void (*)(void))module_post, METH_FASTCALL, NULL},
     {"look", (PyCFunction)(void (*)(void))module_look, METH_FASTCALL, NULL},
@@ -1755,10 +1891,8 @@ static int make_names(void) {
         PyObject **at;
         const char *name;
     } names[] = {
-        {&name_of_lane, "lane"},     {&name_of_is_set, "is_set"}, {&name_of_pumping, "pumping"},
-        {&name_of_wake, "wake"},     {&name_of_bell, "bell"},     {&name_of_lock, "_lock"},
-        {&name_of_owned, "_owned"},  {&name_of_fd, "fd"},         {&name_of_append, "append"},
-        {&name_of_mailbox, "mailbox"}, {&name_of_deliver, "deliver"},
+        {&name_of_lane, "lane"},       {&name_of_append, "append"},   {&name_of_mailbox, "mailbox"}, {&name_of_deliver, "deliver"},
+        {&name_of_acquire, "acquire"}, {&name_of_release, "release"}, {&name_of_noted, "noted"},
     };
     int made = 1;
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
@@ -1769,22 +1903,20 @@ static int make_names(void) {
 PyMODINIT_FUNC PyInit__compiled(void) {
     PyObject *module = PyModule_Create(&definition);
     if (!module) return NULL;
-    WriterType = (PyTypeObject *)PyType_FromSpec(&writer_spec);
-    ReaderType = (PyTypeObject *)PyType_FromSpec(&reader_spec);
-    SessionType = (PyTypeObject *)PyType_FromSpec(&session_spec);
-    EnvelopeType = (PyTypeObject *)PyType_FromSpec(&envelope_spec);
-    LaneType = (PyTypeObject *)PyType_FromSpec(&lane_spec);
-    InboxType = (PyTypeObject *)PyType_FromSpec(&inbox_spec);
-    DeliveryType = (PyTypeObject *)PyType_FromSpec(&delivery_spec);
-    if (!WriterType || !ReaderType || !SessionType || !EnvelopeType || !LaneType || !InboxType || !DeliveryType || !make_names() ||
-        PyModule_AddObjectRef(module, "Delivery", (PyObject *)DeliveryType) ||
-        PyModule_AddObjectRef(module, "Envelope", (PyObject *)EnvelopeType) ||
-        PyModule_AddObjectRef(module, "Inbox", (PyObject *)InboxType) ||
-        PyModule_AddObjectRef(module, "Session", (PyObject *)SessionType) ||
-        PyModule_AddObjectRef(module, "Lane", (PyObject *)LaneType) || PyModule_AddObjectRef(module, "Writer", (PyObject *)WriterType) ||
-        PyModule_AddObjectRef(module, "Reader", (PyObject *)ReaderType) || PyModule_AddIntConstant(module, "VERSION", VERSION)) {
-        Py_DECREF(module);
-        return NULL;
+    struct {
+        PyTypeObject **at;
+        PyType_Spec *spec;
+    } types[] = {
+        {&WriterType, &writer_spec}, {&ReaderType, &reader_spec}, {&SessionType, &session_spec},   {&EnvelopeType, &envelope_spec},
+        {&LaneType, &lane_spec},     {&InboxType, &inbox_spec},   {&DeliveryType, &delivery_spec}, {&SignalType, &signal_spec},
+        {&WakeType, &wake_spec},     {&SpinType, &spin_spec},
+    };
+    int made = make_names() && !PyModule_AddIntConstant(module, "VERSION", VERSION);
+    for (size_t i = 0; i < sizeof types / sizeof *types && made; i++) {
+        *types[i].at = (PyTypeObject *)PyType_FromSpec(types[i].spec);
+        made = *types[i].at && !PyModule_AddObjectRef(module, strrchr(types[i].spec->name, '.') + 1, (PyObject *)*types[i].at);
     }
-    return module;
+    if (made) return module;
+    Py_DECREF(module);
+    return NULL;
 }

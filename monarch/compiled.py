@@ -19,15 +19,11 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from monarch.wake import Wake
-
 if TYPE_CHECKING:
-    from monarch._compiled import Lane, Reader, Writer
+    from monarch._compiled import Lane, Reader, Spin, Wake, Writer
 
 __all__ = [
     "FULL",
-    "LED",
-    "LOOKED_IN_VAIN",
     "SENT",
     "Lane",
     "Polled",
@@ -41,22 +37,18 @@ __all__ = [
     "why_not",
 ]
 
-_VERSION: Final = 14
+_VERSION: Final = 15
 
 SENT: Final = 1
 FULL: Final = 2
 """What `post` says when it has sent; `FULL`: and who sends is to wait for room."""
 
-LED: Final = 1
-LOOKED_IN_VAIN: Final = 2
-"""What `lead` says when the signal is set, and when it has only looked; 0, where there is more to do."""
-
 Take = Callable[[Any], None]
 """Takes a message, on the driving thread, and does not block."""
 
-Polled = tuple[tuple["Reader", ...], int, int, Wake, bytearray, Take, int]
+Polled = tuple[tuple["Reader", ...], int, int, "Wake", bytearray, "Spin", Take, int, Callable[[BaseException], None]]
 """What `lead` polls: rings, an epoll, the bell in that, and what wakes who polls (and the byte that it sets where one
-looks); and who takes messages, for which process."""
+looks); how long to look; who takes messages, for which process, and who hears of those that could not be taken."""
 
 Targets = tuple[tuple[Any, Iterator[int] | None, int, int], ...]
 """Receivers of one message, each: (who has its `lane`, where its number comes from, process, rank); or, alone, an actor

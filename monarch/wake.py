@@ -4,20 +4,38 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from monarch import compiled
 
 
-class Wake:
+class _Wake:
+    """What the compiled part knows of it; so it is there, too."""
+
+    __slots__ = ("_fd", "_owned", "bell")
+
+    bell: bytearray | None
+    _owned: OwnedFd | None
+    _fd: int
+
+
+if not TYPE_CHECKING and compiled.part is not None:
+    _Wake = compiled.part.Wake
+
+
+class Wake(_Wake):
     """A descriptor that any thread can make readable, to end a poll. A closed one does nothing.
 
     Attributes:
         bell: a byte at which whoever polls looks now, and which is set instead, without a call of the system; or None.
     """
 
-    __slots__ = ("_owned", "bell")
+    __slots__ = ()
 
     def __init__(self) -> None:
-        self.bell: bytearray | None = None
-        self._owned: OwnedFd | None = OwnedFd(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
+        self.bell = None
+        self._owned = owned = OwnedFd(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
+        self._fd = owned.fd
 
     def fileno(self) -> int:
         return self._owned.fd if self._owned is not None else -1

@@ -22,8 +22,9 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
+from monarch import compiled
 from monarch.core.alarm import ImmediateAlarm, Watch, make_alarm, make_watch
 from monarch.core.held import NOTHING_HELD, Held, NothingHeld, on_main_thread
 from monarch.core.spin import Spin, cpus
@@ -66,31 +67,50 @@ _LEAD_LIMIT_S: Final = 1.0
 """How long `stop` waits for the side thread, and for the thread that leads."""
 
 
-class Signal:
+class _Signal:
+    """What the compiled part knows of a signal; so it is there, too.
+
+    Attributes:
+        looks: whether the waiter may look for a while before it sleeps.
+        bell: where it looks then, before it sleeps on the lock.
+        wake: what wakes it while it sleeps on a descriptor and not on the lock.
+        pumping: the thread that waits while it pumps: what it finds there itself need not wake it.
+    """
+
+    __slots__ = ("_lock", "bell", "is_near", "is_set", "looks", "pumping", "wake")
+
+    is_set: bool
+    looks: bool
+    is_near: bool
+    bell: bytearray | None
+    wake: Wake | None
+    pumping: int
+    _lock: threading.Lock
+
+
+if not TYPE_CHECKING and compiled.part is not None:
+    _Signal = compiled.part.Signal
+
+
+class Signal(_Signal):
     """Wakes one waiting thread. `notify` may come from any thread, before or during the wait; it is never lost.
 
     The waiter calls `clear`, looks whether what it waits for is there, and only then waits.
     """
 
-    __slots__ = ("_lock", "bell", "is_near", "is_set", "looks", "pumping", "wake")
+    __slots__ = ()
 
     def __init__(self, looks: bool = True, is_near: bool = False) -> None:
         """
         Args:
-            looks: whether the waiter may look for a while before it sleeps; not where its answers take all CPUs. Calls
-                to 8 and 32 processes on 2 CPUs: 640 and 2900 us with a look, 525 and 2040 without.
+            looks: not where its answers take all CPUs. Calls to 8 and 32 processes on 2 CPUs: 640 and 2900 us with a
+                look, 525 and 2040 without.
             is_near: whether another thread of this process sets it, which needs nobody who pumps.
         """
-        self.looks, self.is_near = looks, is_near
-        self.bell: bytearray | None = None
-        """Where the waiter looks, before it sleeps on the lock."""
+        self.looks, self.is_near, self.is_set = looks, is_near, False
+        self.bell, self.wake, self.pumping = None, None, 0
         self._lock = threading.Lock()
         self._lock.acquire()
-        self.is_set = False
-        self.wake: Wake | None = None
-        """What wakes the waiter while it sleeps on a descriptor and not on the lock."""
-        self.pumping = 0
-        """The thread that waits while it pumps: what it finds there itself need not wake it."""
 
     def notify(self) -> None:
         if not self.is_set:

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Final
 
-from monarch import compiled
 from monarch.core.held import Held, NothingHeld
 from monarch.core.spin import LOOK_S, Spin, cpus
 from monarch.log import get_logger
@@ -93,8 +92,9 @@ class Poller:
 
     def _prepare(self) -> None:
         if self._ring_bell is not None and self._take is not None:
-            readers = self._looked_at[1]
-            self._led = readers, self._epoll_fd, self._ring_bell.fd, self.waker, self._bell, *self._take
+            bell = self._ring_bell.fd
+            polled = self._looked_at[1], self._epoll_fd, bell, self.waker, self._bell, self._spin
+            self._led = *polled, *self._take, self._delivery_failed
 
     def replace(self, fd: int, handler: Callable[[int], None]) -> None:
         """Another handler for a descriptor that is registered."""
@@ -160,31 +160,17 @@ class Poller:
             calls_only: run no code of Python meanwhile. Calls to actors need none, as a rule.
             held: what ends the wait, too.
         """
-        led, timers, spin = self._led, self._timers, self._spin
+        led, timers = self._led, self._timers
         if led is None or self.pumped_first:
             return None
         if timers:
             timeout_s = min(timeout_s, timers[0][0] - time.monotonic())
-        if timeout_s <= 0.0:
-            return None
-        look_s = spin.time_s if signal.looks and spin.pays() else 0.0
-        has_led = None
-        while True:  # once more at the most: between a look in vain and a sleep handlers of signals may run
-            done = ring.lead(lock, signal, led, calls_only, look_s, timeout_s)
-            if done is None:
-                return has_led
-            state, found, longest_s, slept_s, failed = done
-            if longest_s >= 0.0:
-                spin.learn(found, longest_s)
-            if slept_s >= 0.0:
-                spin.slept(slept_s)
-            if failed is not None:
-                log.error("message.failed", exc_info=failed)
-                if not isinstance(failed, Exception):
-                    raise failed
-            if state != compiled.LOOKED_IN_VAIN or held.noted:
-                return state == compiled.LED
-            has_led, look_s = False, 0.0
+        return ring.lead(lock, signal, led, held, calls_only, timeout_s) if timeout_s > 0.0 else None
+
+    def _delivery_failed(self, error: BaseException) -> None:
+        log.error("message.failed", exc_info=error)
+        if not isinstance(error, Exception):
+            raise error
 
     def _wait(self, timeout_s: float | None, looks: bool) -> list[tuple[int, int]]:
         events, readers = self._looked_at

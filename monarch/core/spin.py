@@ -16,7 +16,9 @@ import os
 import time
 from collections.abc import Callable
 from functools import cache
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+from monarch import compiled
 
 LOOK_S: Final = 400e-6
 """Longer than most calls take whose ends both sleep: they would never find each other awake."""
@@ -37,40 +39,19 @@ def cpus() -> int:
 os.register_at_fork(after_in_child=cpus.cache_clear)  # a child may be bound to some of them
 
 
-class Spin:
-    """Of one who waits, again and again.
+class _Spin:
+    """What one wait learns from those before; so it is in the compiled part, too."""
 
-    One that is new sleeps at first, some times: most threads, and most processes, get a message or two, and then none.
+    __slots__ = ("_penalty", "_short_left", "_short_wanted", "_skips", "time_s")
 
-    Args:
-        time_s: the longest that it looks.
-    """
+    time_s: float
 
-    __slots__ = ("_clock", "_penalty", "_short_left", "_short_wanted", "_skips", "time_s")
-
-    def __init__(self, time_s: float = LOOK_S, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.time_s, self._clock = time_s, clock
+    def __init__(self) -> None:
         self._skips = 0  # waits that are still to sleep, since others need the CPU
         self._penalty = _FEWEST_SKIPS
         # Short sleeps in a row before the next look, which grow with looks in vain since the last find; those still to
         # come.
         self._short_wanted = self._short_left = _SHORT_AT_FIRST
-
-    def look(self, poll: Callable[[float], list[tuple[int, int]]]) -> list[tuple[int, int]]:
-        """What `poll(0)` finds within the time for it; an empty list: sleep."""
-        if not self.pays():
-            return []
-        began_s = last_s = self._clock()
-        longest_s = 0.0
-        while True:
-            events = poll(0)
-            now_s = self._clock()
-            longest_s = max(longest_s, now_s - last_s)
-            if events or now_s - began_s >= self.time_s:
-                break
-            last_s = now_s
-        self.learn(bool(events), longest_s)
-        return events
 
     def pays(self) -> bool:
         """Whether to look now. Then `learn` hears what came of it; otherwise `slept`, how long the sleep was."""
@@ -93,3 +74,39 @@ class Spin:
         """A wait has slept, without a look."""
         if self._short_left:
             self._short_left = self._short_left - 1 if for_s < self.time_s else self._short_wanted
+
+
+if not TYPE_CHECKING and compiled.part is not None:
+    _Spin = compiled.part.Spin
+
+
+class Spin(_Spin):
+    """Of one who waits, again and again.
+
+    One that is new sleeps at first, some times: most threads, and most processes, get a message or two, and then none.
+
+    Args:
+        time_s: the longest that it looks.
+    """
+
+    __slots__ = ("_clock",)
+
+    def __init__(self, time_s: float = LOOK_S, clock: Callable[[], float] = time.perf_counter) -> None:
+        super().__init__()
+        self.time_s, self._clock = time_s, clock
+
+    def look(self, poll: Callable[[float], list[tuple[int, int]]]) -> list[tuple[int, int]]:
+        """What `poll(0)` finds within the time for it; an empty list: sleep."""
+        if not self.pays():
+            return []
+        began_s = last_s = self._clock()
+        longest_s = 0.0
+        while True:
+            events = poll(0)
+            now_s = self._clock()
+            longest_s = max(longest_s, now_s - last_s)
+            if events or now_s - began_s >= self.time_s:
+                break
+            last_s = now_s
+        self.learn(bool(events), longest_s)
+        return events

@@ -290,7 +290,7 @@ typedef struct {
     char ack_is_timed, room_is_awaited;
 } Session;
 
-static PyTypeObject *SessionType, *LaneType, *EnvelopeType, *InboxType, *DeliveryType, *SignalType, *WakeType, *SpinType;
+static PyTypeObject *SessionType, *LaneType, *EnvelopeType, *InboxType, *DeliveryType, *SignalType, *WakeType, *SpinType, *LeadType;
 
 static void *new_of(PyTypeObject *type) { return ((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0); }
 
@@ -1569,20 +1569,80 @@ static PyObject *spin_slept(Spin *self, PyObject *for_s) {
     Py_RETURN_NONE;
 }
 
-/* ---- the lead: to wait for a signal, and deliver meanwhile what the rings bring, in one step. See `Poller.lead`. */
+/* ---- the lead: to wait for a signal, and deliver meanwhile what the rings bring, in one step. See `Poller.lead_by`. */
 
 typedef struct {
+    PyObject_HEAD
+    PyObject *readers;    /* a tuple of those that are looked at */
+    PyObject *take;       /* takes messages for the process `proc`; None: nobody does yet */
+    PyObject *first;      /* as long as there is something, others are to lead, who do that before */
+    PyObject *timers;     /* a list; the first item of the first says when it is due */
+    PyObject *on_failure; /* hears what a delivery raised */
+    PyObject *byte;       /* which `waker` sets, while the leader looks */
+    PyObject *waker, *spin;
+    unsigned long long proc;
+    int epoll, eventfd; /* -1: it is closed; the bell in it */
+} Lead;
+
+/* Of one who leads. */
+struct leading {
+    Lead *by;
     readers all;
-    PyObject *take, *bell; /* which others set who want this thread, while it looks */
     Signal *signal;
-    Wake *waker;
-    Spin *spin;
-    uint64_t proc;
-    int epoll, eventfd, calls_only;
+    int calls_only;
     double look_s, deadline_s;
     int vain;         /* it has looked for nothing, and may sleep after that */
     PyObject *failed; /* what a delivery raised, or NULL */
-} Lead;
+};
+
+static PyObject *lead_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    int epoll, eventfd;
+    PyObject *waker, *byte, *spin, *timers, *first, *on_failure;
+    if (!PyArg_ParseTuple(args, "iiO!O!O!O!OO", &epoll, &eventfd, WakeType, &waker, &PyByteArray_Type, &byte, SpinType, &spin,
+                          &PyList_Type, &timers, &first, &on_failure) ||
+        !is_bell(byte))
+        return NULL;
+    PyObject *readers = PyTuple_New(0);
+    Lead *self = readers ? new_of(type) : NULL;
+    if (!self) return NULL;
+    self->readers = readers, self->epoll = epoll, self->eventfd = eventfd;
+    Py_INCREF(self->waker = waker);
+    Py_INCREF(self->byte = byte);
+    Py_INCREF(self->spin = spin);
+    Py_INCREF(self->timers = timers);
+    Py_INCREF(self->first = first);
+    Py_INCREF(self->on_failure = on_failure);
+    Py_INCREF(self->take = Py_None);
+    return (PyObject *)self;
+}
+
+static int lead_traverse(Lead *self, visitproc visit, void *arg) {
+    Py_VISIT(Py_TYPE((PyObject *)self));
+    Py_VISIT(self->readers);
+    Py_VISIT(self->take);
+    Py_VISIT(self->first);
+    Py_VISIT(self->timers);
+    Py_VISIT(self->on_failure);
+    return 0;
+}
+
+static int lead_clear(Lead *self) {
+    Py_CLEAR(self->readers);
+    Py_CLEAR(self->take);
+    Py_CLEAR(self->first);
+    Py_CLEAR(self->timers);
+    Py_CLEAR(self->on_failure);
+    return 0;
+}
+
+static void lead_dealloc(Lead *self) {
+    PyObject_GC_UnTrack(self);
+    lead_clear(self);
+    Py_XDECREF(self->byte);
+    Py_XDECREF(self->waker);
+    Py_XDECREF(self->spin);
+    free_of((PyObject *)self);
+}
 
 static void set_to(PyObject **place, PyObject *value) {
     PyObject *before = *place;
@@ -1592,19 +1652,21 @@ static void set_to(PyObject **place, PyObject *value) {
 }
 
 /* Whether there is something to do, or somebody wants this thread */
-static int look_first(Lead *self, int *wanted) {
-    volatile char *bell = PyByteArray_AsString(self->bell);
+static int look_first(struct leading *self, int *wanted) {
+    Lead *by = self->by;
+    Wake *waker = (Wake *)by->waker;
+    volatile char *byte = PyByteArray_AsString(by->byte);
     double longest_s;
-    set_to(&self->waker->bell, self->bell);
-    int found = look(&self->all, self->epoll, bell, self->look_s, &longest_s);
-    set_to(&self->waker->bell, NULL); /* whoever comes now writes to a descriptor */
-    *wanted = *bell;
-    *bell = 0;
-    learn(self->spin, found, longest_s);
+    set_to(&waker->bell, by->byte);
+    int found = look(&self->all, by->epoll, byte, self->look_s, &longest_s);
+    set_to(&waker->bell, NULL); /* whoever comes now writes to a descriptor */
+    *wanted = *byte;
+    *byte = 0;
+    learn((Spin *)by->spin, found, longest_s);
     return found || *wanted || some_want_a_look(&self->all);
 }
 
-static void note_failure(Lead *self) {
+static void note_failure(struct leading *self) {
     PyObject *type, *trace;
     PyErr_Fetch(&type, &self->failed, &trace);
     PyErr_NormalizeException(&type, &self->failed, &trace);
@@ -1614,9 +1676,10 @@ static void note_failure(Lead *self) {
 }
 
 /* Wait once, and deliver. Whether there is nothing else to do but to wait again */
-static int lead_once(Lead *self, int round) {
+static int lead_once(struct leading *self, PyObject *take, int round) {
     enum { ROUNDS_BETWEEN = 8 }; /* as long as rings have something, descriptors are looked at now and then */
     struct epoll_event events[MOST_EVENTS];
+    const Lead *by = self->by;
     int wanted = 0, rang = 0, goes_on = 1, count = 0, ready = some_want_a_look(&self->all);
     if (!ready && self->look_s > 0) {
         if (round == 1) ready = look_first(self, &wanted);
@@ -1627,12 +1690,12 @@ static int lead_once(Lead *self, int round) {
     }
     if (!ready) {
         double left_s = self->deadline_s - now_in_s(), slept_s;
-        count = sleep_on(&self->all, self->epoll, left_s > 0 ? left_s : 0, events, &slept_s);
-        slept(self->spin, slept_s);
+        count = sleep_on(&self->all, by->epoll, left_s > 0 ? left_s : 0, events, &slept_s);
+        slept((Spin *)by->spin, slept_s);
         goes_on = count > 0;
-    } else if (round % ROUNDS_BETWEEN == 0) count = epoll_wait(self->epoll, events, MOST_EVENTS, 0);
+    } else if (round % ROUNDS_BETWEEN == 0) count = epoll_wait(by->epoll, events, MOST_EVENTS, 0);
     for (int i = 0; i < count; i++) {
-        if (events[i].data.fd == self->eventfd) rang = 1;
+        if (events[i].data.fd == by->eventfd) rang = 1;
         else goes_on = 0;
     }
     double now_s = now_in_s();
@@ -1642,21 +1705,22 @@ static int lead_once(Lead *self, int round) {
         if (!wants_a_look(ring)) continue;
         rang = 0;
         if (!result || (result == LEFT_TO_CODE && !self->calls_only))
-            result = deliver_from(ring, self->take, self->proc, now_s, self->calls_only);
+            result = deliver_from(ring, take, by->proc, now_s, self->calls_only);
         if (result < 0) note_failure(self), result = LEFT;
         if (result != ALL) ring->is_left = (char)result, goes_on = 0;
     }
     return goes_on && !wanted && !rang && now_s < self->deadline_s; /* rang: for a ring that is new here */
 }
+
 /* Whether it had the lock, and led; -1: an exception is set */
-static int lead_with(Lead *self, PyObject *lock) {
+static int lead_with(struct leading *self, PyObject *take, PyObject *lock) {
     PyObject *taken = PyObject_CallMethodObjArgs(lock, name_of_acquire, Py_False, NULL);
     Py_XDECREF(taken);
     if (taken != Py_True) return taken ? 0 : -1;
     self->vain = 0;
     self->signal->pumping = PyThread_get_thread_ident();
-    set_to(&self->signal->wake, (PyObject *)self->waker);
-    for (int round = 1; !self->signal->is_set && lead_once(self, round);) round++;
+    set_to(&self->signal->wake, self->by->waker);
+    for (int round = 1; !self->signal->is_set && lead_once(self, take, round);) round++;
     set_to(&self->signal->wake, NULL);
     self->signal->pumping = 0;
     PyObject *released = PyObject_CallMethodObjArgs(lock, name_of_release, NULL);
@@ -1671,31 +1735,42 @@ static int is_noted(PyObject *held) {
     return noted ? noted == Py_True : -1;
 }
 
-static PyObject *module_lead(PyObject *module, PyObject *const *args, Py_ssize_t n) {
-    enum { READERS, EPOLL, BELL, WAKER, BYTE, SPIN, TAKE, PROC, ON_FAILURE, ALL_OF_THEM };
-    PyObject *polled[ALL_OF_THEM];
-    if (n != 6 || !PyTuple_Check(args[2]) || PyTuple_Size(args[2]) != ALL_OF_THEM) {
-        PyErr_SetString(PyExc_TypeError, "lead(lock, signal, what_is_polled, held, calls_only, timeout_s)");
-        return NULL;
+/* Whether its time is not over yet; 0 with an exception, too */
+static int has_time(struct leading *self, double timeout_s) {
+    double now_s = now_in_s();
+    self->deadline_s = now_s + timeout_s;
+    if (PyList_Size(self->by->timers) > 0) {
+        PyObject *first = PyList_GetItem(self->by->timers, 0), *due = PyTuple_Check(first) ? PyTuple_GetItem(first, 0) : NULL;
+        double due_s = due ? PyFloat_AsDouble(due) : now_s;
+        if (due_s < self->deadline_s) self->deadline_s = due_s;
     }
-    for (int i = 0; i < ALL_OF_THEM; i++) polled[i] = PyTuple_GetItem(args[2], i);
-    if (!is_a(args[1], SignalType) || !is_a(polled[WAKER], WakeType) || !is_a(polled[SPIN], SpinType)) return NULL;
-    Lead self = {.signal = (Signal *)args[1], .calls_only = args[4] == Py_True};
-    self.epoll = (int)PyLong_AsLong(polled[EPOLL]), self.eventfd = (int)PyLong_AsLong(polled[BELL]);
-    self.waker = (Wake *)polled[WAKER], self.bell = polled[BYTE], self.spin = (Spin *)polled[SPIN];
-    self.take = polled[TAKE], self.proc = PyLong_AsUnsignedLongLong(polled[PROC]);
-    self.deadline_s = now_in_s() + PyFloat_AsDouble(args[5]);
-    if (PyErr_Occurred() || !is_bell(self.bell) || !gather(&self.all, polled[READERS])) return NULL;
-    if (self.signal->looks && pays(self.spin)) self.look_s = self.spin->time_s;
-    int led = lead_with(&self, args[0]), noted = 0;
+    return !PyErr_Occurred() && self->deadline_s > now_s;
+}
+
+static PyObject *lead_until(Lead *by, PyObject *const *args, Py_ssize_t n) {
+    if (n != 5) PyErr_SetString(PyExc_TypeError, "until(lock, signal, held, calls_only, timeout_s)");
+    if (n != 5 || !is_a(args[1], SignalType)) return NULL;
+    struct leading self = {.by = by, .signal = (Signal *)args[1], .calls_only = args[3] == Py_True};
+    double timeout_s = PyFloat_AsDouble(args[4]);
+    PyObject *take = by->take, *tuple = by->readers;
+    if (!PyErr_Occurred() && (take == Py_None || PyObject_Size(by->first) || !has_time(&self, timeout_s)) && !PyErr_Occurred())
+        Py_RETURN_NONE;
+    if (PyErr_Occurred() || !gather(&self.all, tuple)) return NULL;
+    Py_INCREF(take); /* others may come in their place meanwhile */
+    Py_INCREF(tuple);
+    Spin *spin = (Spin *)by->spin;
+    if (self.signal->looks && pays(spin)) self.look_s = spin->time_s;
+    int led = lead_with(&self, take, args[0]), noted = 0;
     if (led > 0 && self.vain) { /* handlers of signals may run now, with the lock released; then it sleeps */
-        noted = PyErr_CheckSignals() ? -1 : is_noted(args[3]);
+        noted = PyErr_CheckSignals() ? -1 : is_noted(args[2]);
         self.look_s = 0;
-        if (!noted && lead_with(&self, args[0]) < 0) noted = -1;
+        if (!noted && lead_with(&self, take, args[0]) < 0) noted = -1;
     }
     scatter(&self.all);
+    Py_DECREF(tuple);
+    Py_DECREF(take);
     if (self.failed && led >= 0 && noted >= 0) {
-        PyObject *told = PyObject_CallFunctionObjArgs(polled[ON_FAILURE], self.failed, NULL);
+        PyObject *told = PyObject_CallFunctionObjArgs(by->on_failure, self.failed, NULL);
         Py_XDECREF(told);
         if (!told) led = -1;
     }
@@ -1875,12 +1950,25 @@ static PyType_Slot spin_slots[] = {
     {Py_tp_new, spin_new}, {Py_tp_dealloc, free_of}, {Py_tp_methods, spin_methods}, {Py_tp_members, spin_fields}, {0, NULL},
 };
 static PyType_Spec spin_spec = {"monarch._compiled.Spin", sizeof(Spin), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, spin_slots};
+static PyMethodDef lead_methods[] = {
+    {"until", (PyCFunction)(void (*)(void))lead_until, METH_FASTCALL, NULL},
+    {NULL, NULL, 0, NULL},
+};
+static PyMemberDef lead_fields[] = {
+    {"readers", T_OBJECT_EX, offsetof(Lead, readers), 0, NULL}, {"take", T_OBJECT_EX, offsetof(Lead, take), 0, NULL},
+    {"first", T_OBJECT_EX, offsetof(Lead, first), 0, NULL},     {"proc", T_ULONGLONG, offsetof(Lead, proc), 0, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+static PyType_Slot lead_slots[] = {
+    {Py_tp_new, lead_new},           {Py_tp_dealloc, lead_dealloc}, {Py_tp_methods, lead_methods}, {Py_tp_members, lead_fields},
+    {Py_tp_traverse, lead_traverse}, {Py_tp_clear, lead_clear},     {0, NULL},
+};
+static PyType_Spec lead_spec = {"monarch._compiled.Lead", sizeof(Lead), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, lead_slots};
 
 static PyMethodDef functions[] = {
     {"post", (PyCFunction)(void (*)(void))module_post, METH_FASTCALL, NULL},
     {"look", (PyCFunction)(void (*)(void))module_look, METH_FASTCALL, NULL},
     {"sleep", (PyCFunction)(void (*)(void))module_sleep, METH_FASTCALL, NULL},
-    {"lead", (PyCFunction)(void (*)(void))module_lead, METH_FASTCALL, NULL},
     {"ring_bell", (PyCFunction)module_ring_bell, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
@@ -1909,7 +1997,7 @@ PyMODINIT_FUNC PyInit__compiled(void) {
     } types[] = {
         {&WriterType, &writer_spec}, {&ReaderType, &reader_spec}, {&SessionType, &session_spec},   {&EnvelopeType, &envelope_spec},
         {&LaneType, &lane_spec},     {&InboxType, &inbox_spec},   {&DeliveryType, &delivery_spec}, {&SignalType, &signal_spec},
-        {&WakeType, &wake_spec},     {&SpinType, &spin_spec},
+        {&WakeType, &wake_spec},     {&SpinType, &spin_spec},   {&LeadType, &lead_spec},
     };
     int made = make_names() && !PyModule_AddIntConstant(module, "VERSION", VERSION);
     for (size_t i = 0; i < sizeof types / sizeof *types && made; i++) {

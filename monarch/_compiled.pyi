@@ -1,12 +1,15 @@
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from threading import Lock
 from typing import Protocol
 
-from monarch.compiled import Polled, Targets
+from monarch.compiled import Targets
 from monarch.core.driver import Signal
 from monarch.core.envelope import Envelope
+from monarch.core.held import Held, NothingHeld
+from monarch.core.spin import Spin
 from monarch.transports.base import Buffer, Frame
+from monarch.wake import Wake
 
 VERSION: int
 
@@ -75,6 +78,44 @@ class Delivery:
     ) -> None: ...
     def __call__(self, message: Envelope, /) -> None: ...
 
+# Bases of `Signal`, `Wake` and `Spin`, of the same names, are here, too: see `_Signal`, `_Wake` and `_Spin` there.
+
+class Lead:
+    """How a thread waits and delivers meanwhile; see `Poller.lead_by`.
+
+    Attributes:
+        readers: the rings that it looks at.
+        take: takes the messages for the process `proc`; None: nobody leads.
+        first: as long as there is something in it, nobody leads.
+    """
+
+    readers: tuple[Reader, ...]
+    take: Callable[[Envelope], object] | None
+    proc: int
+    first: Sized
+    def __init__(
+        self,
+        epoll: int,
+        bell: int,
+        waker: Wake,
+        byte: bytearray,
+        spin: Spin,
+        timers: list[tuple[float, int, Callable[[], None]]],
+        first: Sized,
+        on_failure: Callable[[BaseException], object],
+        /,
+    ) -> None:
+        """
+        Args:
+            bell: an eventfd that `epoll` has, edge-triggered.
+            waker: what others wake the leader by; it sets `byte` while that looks.
+            timers: a heap; when the first is due, in seconds of the monotonic clock, somebody else does it.
+            on_failure: hears what a delivery raised, once the lock is released.
+        """
+    def until(
+        self, lock: Lock, signal: Signal, held: Held | NothingHeld, calls_only: bool, timeout_s: float, /
+    ) -> bool | None: ...
+
 class Inbox:
     """As `core.mailbox` has it in Python."""
 
@@ -135,21 +176,6 @@ def sleep(
     Raises:
         ValueError: the epoll is closed.
         BaseException: what the handler of a signal raised.
-    """
-
-def lead(
-    lock: Lock, signal: Signal, polled: Polled, calls_only: bool, look_s: float, timeout_s: float, /
-) -> tuple[int, bool, float, float, BaseException | None] | None:
-    """`acquire` the lock, `look` for so long (or, with 0, `sleep`), and `deliver`, until `signal` is set, as long as
-    there is nothing else to do; then `release` it.
-
-    Args:
-        calls_only: deliver what needs no code of Python, and leave the rest.
-
-    Returns:
-        `compiled.LED`, `LOOKED_IN_VAIN`, or 0: there is more to do; whether the look found something, and its longest
-        round, negative where there was none; how long the last sleep was, likewise; and what a delivery raised. None:
-        another has the lock.
     """
 
 def ring_bell(fd: int, /) -> bool:

@@ -20,13 +20,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from monarch._compiled import Lane, Reader, Spin, Wake, Writer
+    from monarch._compiled import Lane, Reader, Writer
 
 __all__ = [
     "FULL",
     "SENT",
     "Lane",
-    "Polled",
     "Reader",
     "Take",
     "Targets",
@@ -45,10 +44,6 @@ FULL: Final = 2
 
 Take = Callable[[Any], None]
 """Takes a message, on the driving thread, and does not block."""
-
-Polled = tuple[tuple["Reader", ...], int, int, "Wake", bytearray, "Spin", Take, int, Callable[[BaseException], None]]
-"""What `lead` polls: rings, an epoll, the bell in that, and what wakes who polls (and the byte that it sets where one
-looks); how long to look; who takes messages, for which process, and who hears of those that could not be taken."""
 
 Targets = tuple[tuple[Any, Iterator[int] | None, int, int], ...]
 """Receivers of one message, each: (who has its `lane`, where its number comes from, process, rank); or, alone, an actor

@@ -13,7 +13,7 @@ thread at a time. A thread that has to wait for something (a reply, a message) w
   follower for which the leader takes in one message after the other, and nothing for itself, inherits the lead. So a
   call between two processes needs no thread hop, and acknowledgements never wait for user code. Who waits for a
   thread of this very process looks for that first, and needs nobody who pumps. As long as nothing comes but messages,
-  by rings, the leader does not pump, but leads in one step of the compiled part (see `Poller.lead`).
+  by rings, the leader does not pump, but leads in one step of the compiled part (see `Poller.lead_by`).
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ Pump = Callable[[float | None], None]
 
 
 class Lead(Protocol):
+    """See `Poller.lead_by`."""
+
     def __call__(
-        self,
-        lock: threading.Lock,
-        signal: Signal,
-        timeout_s: float,
-        held: Held | NothingHeld,
-        /,
-        *,
-        calls_only: bool,
-    ) -> bool | None: ...
+        self, lock: threading.Lock, signal: Signal, held: Held | NothingHeld, calls_only: bool, timeout_s: float, /
+    ) -> bool | None:
+        """
+        Args:
+            held: what ends the wait, too.
+            calls_only: run no code of Python meanwhile. Calls to actors need none, as a rule.
+        """
 
 
 _JOIN_LIMIT_S: Final = 5.0
@@ -211,15 +211,15 @@ class Driver(Protocol):
 
     def start(self, pump: Pump, lead: Lead, wake: Wake, name: str) -> None:
         """Begin. `pump(timeout_s)` takes in what arrives, once, and does not wait behind that; `wake` makes a running
-        pump return. `lead` pumps for a signal, as far as that is simple: see `Poller.lead`."""
+        pump return. `lead` pumps for a signal, as far as that is simple."""
         ...
 
     def wait(self, signal: Signal, timeout_s: float | None = None) -> bool:
         """Block the calling thread until `signal` is set; False when the time is over first."""
         ...
 
-    def idle(self, signal: Signal, timeout_s: float | None) -> None:
-        """As `wait`, of an actor that waits for calls; may return early."""
+    def idle(self, signal: Signal, timeout_s: float | None, on_main: bool) -> None:
+        """As `wait`, of an actor that waits for calls, on the main thread or another; may return early."""
         ...
 
     def soon(self) -> None:
@@ -262,7 +262,7 @@ class ThreadDriver:
     def wait(self, signal: Signal, timeout_s: float | None = None) -> bool:
         return _sleep_until_set(signal, timeout_s)
 
-    def idle(self, signal: Signal, timeout_s: float | None) -> None:
+    def idle(self, signal: Signal, timeout_s: float | None, on_main: bool) -> None:
         self.wait(signal, timeout_s)
 
     def soon(self) -> None:
@@ -327,13 +327,13 @@ class CallerDriver:
         finally:
             _own.spin.slept(time.monotonic() - began_s)  # also where it has led: a look would have found it, or not
 
-    def idle(self, signal: Signal, timeout_s: float | None) -> None:
+    def idle(self, signal: Signal, timeout_s: float | None, on_main: bool) -> None:
         # Where no code of Python runs while it leads, the main thread needs no guard against interrupts: 5 us of 50.
         if signal.is_set or timeout_s == 0:
             return
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
-        on_main = on_main_thread()
-        if on_main and self._leaves_quietly():
+        is_alone = not self._followers and not self._side_rests and self._heir is None  # as it is most often
+        if on_main and (is_alone or self._leaves_quietly()):
             self._is_alone = True
             try:
                 if self._lead_in_one_step(signal, deadline_s, NOTHING_HELD, calls_only=True):
@@ -401,8 +401,7 @@ class CallerDriver:
             _own.leads = False
             self._led_at_s = time.monotonic()
             self._lead.release()
-            if not self._leaves_quietly():
-                self._go_away()
+            self._go_away()
 
     def _lead_in_one_step(
         self, signal: Signal, deadline_s: float | None, held: Held | NothingHeld, *, calls_only: bool = False
@@ -421,13 +420,13 @@ class CallerDriver:
             _own.leads = True
             if has_changed:
                 self._take_calls_back()
-            done = self._lead_by_rings(self._lead, signal, left_s, held, calls_only=calls_only)
+            done = self._lead_by_rings(self._lead, signal, held, calls_only, left_s)
         finally:
             _own.leads = False
             if done is not None:
                 has_changed = True
                 self._led_at_s = time.monotonic()
-            if has_changed and not self._leaves_quietly():
+            if has_changed and (self._followers or self._side_rests or self._heir is not None):
                 self._go_away()
         return bool(done)
 
@@ -447,6 +446,8 @@ class CallerDriver:
 
     def _go_away(self) -> None:
         """This thread has left the lead, and is back soon, perhaps: see who is to be told."""
+        if self._leaves_quietly():
+            return
         watch = self._watch
         if watch is not None and self._deputy.locked() and self._heir is None:
             self._deputy_is_called = True

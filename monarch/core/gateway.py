@@ -75,13 +75,12 @@ class Gateway:
         self.is_closed = False
         self._poller = Poller()
         self._corked: deque[Peer] = deque()  # those whose outbox the next pump looks at
-        self._poller.pumped_first = self._corked
         self._linger_until_s = 0.0
         self.call_later = self._poller.call_later
         intake = Intake(
             proc, driver, self.limits, deliver=deliver, pass_on=self._pass_on, call_later=self._poller.call_later
         )
-        self._poller.deliver_by(deliver, proc.key)
+        self._lead = self._poller.lead_by(deliver, proc.key, self._corked)
         self.peers = Peers(
             proc,
             self._poller,
@@ -100,7 +99,7 @@ class Gateway:
     def listen(self, url: str) -> ProcId:
         """Accept links at `url`; returns this process's id with the address in it. Then start the driver."""
         self.open(url, self._secret)
-        self.driver.start(self.pump, self._poller.lead, self._poller.waker, str(self.proc.uid))
+        self.driver.start(self.pump, self._lead, self._poller.waker, str(self.proc.uid))
         return self.proc
 
     def open(self, url: str, secret: bytes) -> Place:

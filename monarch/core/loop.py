@@ -20,6 +20,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from monarch.core.driver import Driver, Signal
+from monarch.core.held import on_main_thread
 from monarch.wake import Wake
 
 
@@ -28,6 +29,7 @@ class _MailboxSelector(selectors.BaseSelector):
 
     def __init__(self, signal: Signal, driver: Driver) -> None:
         self._signal, self._driver = signal, driver
+        self._on_main = on_main_thread()
         self._epoll: selectors.EpollSelector | None = None
         self._wake: Wake | None = None
         self.turn: Callable[[], None] = lambda: None
@@ -87,7 +89,7 @@ class _MailboxSelector(selectors.BaseSelector):
                 if events:
                     return events
             else:
-                self._driver.idle(signal, left_s)
+                self._driver.idle(signal, left_s, self._on_main)
 
     def _poll_user(self, timeout_s: float | None) -> list[tuple[selectors.SelectorKey, int]]:
         if self._epoll is None:

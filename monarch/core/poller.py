@@ -14,15 +14,15 @@ import time
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Final
 
-from monarch.core.held import Held, NothingHeld
 from monarch.core.spin import LOOK_S, Spin, cpus
 from monarch.log import get_logger
 from monarch.transports import ring
 from monarch.wake import OwnedFd, Wake
 
 if TYPE_CHECKING:
-    from monarch.compiled import Polled, Reader, Take
-    from monarch.core.driver import Signal
+    from monarch._compiled import Lead as CompiledLead
+    from monarch.compiled import Reader, Take
+    from monarch.core.driver import Lead
 
 log = get_logger("monarch.poller")
 
@@ -31,6 +31,10 @@ WRITABLE: Final = select.EPOLLOUT
 _ROUNDS_BETWEEN: Final = 8
 """As long as rings have something, descriptors are looked at in every so-manieth round only."""
 _LONGEST_POLL_S: Final = 3600.0  # epoll counts milliseconds in an int
+
+
+def _leads_not(*_: object) -> None:
+    """Without the compiled part."""
 
 
 class Poller:
@@ -43,11 +47,6 @@ class Poller:
         self._handlers: dict[int, Callable[[int], None]] = {}
         self._readers: dict[int, Reader] = {}
         self._looked_at: tuple[tuple[tuple[int, int], ...], tuple[Reader, ...]] = (), ()  # the same: events, readers
-        self._take: tuple[Take, int] | None = None  # and for which process
-        self._led: Polled | None = None  # what `lead` has to know
-        self.pumped_first: Collection[object] = ()
-        """As long as there is something, nobody is to `lead`: others do it, before they `poll`."""
-        self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._count = itertools.count()
         self._lock = threading.Lock()
         self.waker = Wake()
@@ -60,9 +59,13 @@ class Poller:
         self._running = 0  # the thread that runs handlers
         self._rounds = 0
         self.register(self.waker.fileno(), lambda _: self.waker.clear())
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._lead: CompiledLead | None = None
         if not ring.why_not:
-            self._ring_bell = ring.bell()
-            self._epoll.register(self._ring_bell.fd, select.EPOLLIN | select.EPOLLET)
+            self._ring_bell = bell = ring.bell()
+            self._epoll.register(bell.fd, select.EPOLLIN | select.EPOLLET)
+            looks = self.waker, self._bell, self._spin
+            self._lead = ring.Lead(self._epoll_fd, bell.fd, *looks, self._timers, (), self._delivery_failed)
 
     def register(self, fd: int, handler: Callable[[int], None], reader: Reader | None = None) -> None:
         """Call `handler(events)` whenever `fd` is readable, and with 0 when there is something for `reader`.
@@ -82,19 +85,22 @@ class Poller:
             if reader is not None:
                 self._readers[fd] = reader
             self._looked_at = tuple((each, 0) for each in self._readers), tuple(self._readers.values())
-            self._prepare()
+            if self._lead is not None:
+                self._lead.readers = self._looked_at[1]
 
-    def deliver_by(self, take: Take, proc: int) -> None:
-        """Messages for that process go to `take`, in `lead`."""
-        with self._lock:
-            self._take = take, proc
-            self._prepare()
+    def lead_by(self, take: Take, proc: int, first: Collection[object]) -> Lead:
+        """How to wait until a signal is set, with a lock, if that is free, and to deliver what the rings bring: as `poll`
+        again and again, in one step of the compiled part, which no handler of a signal interrupts. False where the time
+        is over, or there is more to do, which `poll` does. None: nothing was waited for.
 
-    def _prepare(self) -> None:
-        if self._ring_bell is not None and self._take is not None:
-            bell = self._ring_bell.fd
-            polled = self._looked_at[1], self._epoll_fd, bell, self.waker, self._bell, self._spin
-            self._led = *polled, *self._take, self._delivery_failed
+        Args:
+            take: takes the messages for the process `proc`.
+            first: as long as there is something in it, nobody is to lead: others do that, before they `poll`.
+        """
+        if self._lead is None:
+            return _leads_not
+        self._lead.take, self._lead.proc, self._lead.first = take, proc, first
+        return self._lead.until
 
     def replace(self, fd: int, handler: Callable[[int], None]) -> None:
         """Another handler for a descriptor that is registered."""
@@ -149,24 +155,6 @@ class Poller:
         finally:
             self._running = 0
 
-    def lead(
-        self, lock: threading.Lock, signal: Signal, timeout_s: float, held: Held | NothingHeld, *, calls_only: bool
-    ) -> bool | None:
-        """Wait until `signal` is set, with the lock, if that is free, and deliver what the rings bring meanwhile: as
-        `poll` again and again, in one step of the compiled part, which no handler of a signal interrupts. False where
-        the time is over, or there is more to do: `poll` does it. None: nothing was waited for.
-
-        Args:
-            calls_only: run no code of Python meanwhile. Calls to actors need none, as a rule.
-            held: what ends the wait, too.
-        """
-        led, timers = self._led, self._timers
-        if led is None or self.pumped_first:
-            return None
-        if timers:
-            timeout_s = min(timeout_s, timers[0][0] - time.monotonic())
-        return ring.lead(lock, signal, led, held, calls_only, timeout_s) if timeout_s > 0.0 else None
-
     def _delivery_failed(self, error: BaseException) -> None:
         log.error("message.failed", exc_info=error)
         if not isinstance(error, Exception):
@@ -219,7 +207,9 @@ class Poller:
         """Wait for nothing more; registering fails from now on."""
         with self._lock:
             self.closed = True
-            self._epoll_fd, self._led, self._take = -1, None, None
+            self._epoll_fd = -1
+            if self._lead is not None:
+                self._lead.take = None
         self._epoll.close()
 
     def close(self) -> None:

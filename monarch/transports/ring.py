@@ -97,5 +97,5 @@ def _mapped(fd: int) -> tuple[object, Mapping]:
 if compiled.part is not None:  # what every message calls, as it is; see `_compiled.pyi`
     look = compiled.part.look
     sleep = compiled.part.sleep
-    lead = compiled.part.lead
+    Lead = compiled.part.Lead
     ring_bell = compiled.part.ring_bell

@@ -42,7 +42,7 @@ class Links:
         self.posted.append(action)
         self.wake_fd.set()
 
-    def lead(self, *_: object, calls_only: bool) -> None:
+    def lead(self, *_: object) -> None:
         """Nothing here is simple enough for it."""
 
     def pump(self, timeout_s: float | None) -> None:
@@ -444,7 +444,7 @@ def test_who_does_not_lead_in_the_end_leaves_the_side_thread_its_alarm(
     links.post(first.notify)
     _join(waiter)
 
-    def lead(*_: object, calls_only: bool) -> None:
+    def lead(*_: object) -> None:
         signal.notify()
         if how == "an interrupt":
             raise KeyboardInterrupt

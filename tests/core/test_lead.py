@@ -16,9 +16,12 @@ import pytest
 from monarch import compiled
 from monarch.core.driver import Signal
 from monarch.core.envelope import Kind
+from monarch.core.held import NOTHING_HELD, Held, NothingHeld
+from monarch.core.spin import Spin
 from monarch.transports import ring
 from monarch.wake import Wake
 from tests.core.test_lanes import Home, Way, post
+from tests.until import until
 
 pytestmark = pytest.mark.skipif(bool(compiled.why_not), reason=compiled.why_not or "there are rings")
 WAIT_S = 30.0
@@ -39,14 +42,38 @@ class Leader:
         self.epoll.register(self.beside, select.EPOLLIN)
         self.epoll.poll(0)  # the bell has rung for others
 
-    def lead(self, *, calls_only: bool = True, look_s: float = 0.0, timeout_s: float = 0.0) -> Any:
-        readers = (self.way.reader,)
-        polled = readers, self.epoll.fileno(), self.bell.fd, self.waker, self.byte, self.home.delivery, 7
+    def lead(
+        self,
+        *,
+        calls_only: bool = True,
+        look_s: float = 0.0,
+        timeout_s: float = 1e-3,
+        held: Held | NothingHeld = NOTHING_HELD,
+        due_s: tuple[float, ...] = (),
+        first: tuple[str, ...] = (),
+    ) -> bool | None:
+        self.spin = Spin(look_s or WAIT_S)  # which has not looked yet, or not slept
+        while look_s and not self.spin.pays():
+            self.spin.slept(0.0)
+        timers = [(each_s, 0, None) for each_s in due_s]
+        looks = self.waker, self.byte, self.spin
+        self.failures: list[BaseException] = []
+        lead = ring.Lead(self.epoll.fileno(), self.bell.fd, *looks, timers, first, self.failures.append)
+        lead.readers, lead.take, lead.proc = (self.way.reader,), self.home.delivery, 7
         try:
-            return ring.lead(self.lock, self.signal, polled, calls_only, look_s, timeout_s)
+            return lead.until(self.lock, self.signal, held, calls_only, timeout_s)
         finally:
             assert self.signal.wake is None and not self.signal.pumping and self.waker.bell is None
             assert not self.byte[0]
+
+    @property
+    def has_slept(self) -> bool:
+        return self.spin._short_left not in (0, self.spin._short_wanted)
+
+    @property
+    def has_found(self) -> bool:
+        """By a look."""
+        return not self.spin._short_wanted
 
     def lead_aside(self, look_s: float) -> Callable[[], Any]:
         """On another thread, which has the lead already; returns what waits for its end, and has what came of it."""
@@ -81,10 +108,8 @@ def leader() -> Iterator[Leader]:
 def test_a_call_that_is_there_is_delivered_at_once(leader: Leader, look_s: float) -> None:
     post(leader.way.target())
 
-    state, found, longest_s, slept_s, failed = leader.lead(look_s=look_s)
-
-    assert state == compiled.LED and failed is None and len(leader.home.mailbox.calls) == 1 and not leader.lock.locked()
-    assert not found and longest_s < 0 and slept_s < 0, "there was no need to look, or to sleep"
+    assert leader.lead(look_s=look_s) and len(leader.home.mailbox.calls) == 1 and not leader.lock.locked()
+    assert not leader.has_found and not leader.has_slept, "there was no need to look, or to sleep"
 
 
 @pytest.mark.parametrize("look_s", [0.0, WAIT_S])
@@ -92,9 +117,8 @@ def test_a_call_that_comes_later_ends_the_wait_for_it(leader: Leader, look_s: fl
     end = leader.lead_aside(look_s)
     post(leader.way.target())
 
-    state, found, longest_s, slept_s, _ = end()
-    assert state == compiled.LED and len(leader.home.mailbox.calls) == 1
-    assert (slept_s < 0 <= longest_s and found) if look_s else (longest_s < 0 <= slept_s)
+    assert end() and len(leader.home.mailbox.calls) == 1
+    assert leader.has_slept is not bool(look_s) and leader.has_found is bool(look_s)
 
 
 @pytest.mark.parametrize("look_s", [0.0, WAIT_S])
@@ -107,53 +131,97 @@ def test_whoever_wants_the_leader_ends_the_wait(leader: Leader, how: str, look_s
             leader.signal.notify()
         else:
             leader.waker.set()
-        assert end()[0] == (compiled.LED if how == "signal" else 0) and not leader.lock.locked()
+        assert end() is (how == "signal") and not leader.lock.locked()
         leader.waker.clear()
 
 
-def test_a_look_in_vain_does_not_sleep(leader: Leader) -> None:
-    """A signal that came meanwhile would wait for the next message."""
-    state, found, longest_s, slept_s, _ = leader.lead(look_s=1e-4, timeout_s=WAIT_S)
-    assert state == compiled.LOOKED_IN_VAIN and not found and longest_s > 0 > slept_s
+def test_after_a_look_in_vain_it_sleeps(leader: Leader) -> None:
+    assert leader.lead(look_s=1e-4, timeout_s=0.01) is False
+    assert not leader.has_found and leader.spin._short_left > 0
 
 
-def test_what_a_look_finds_for_others_is_delivered_and_then_it_sleeps_elsewhere(leader: Leader) -> None:
-    leader.signal = Signal()
+def test_a_signal_that_came_during_the_look_ends_the_wait_with_the_lead_released(leader: Leader) -> None:
+    """It would wait for the next message, and its handler, which may take long, would keep the lead."""
+    was_free: list[bool] = []
+
+    def handler(*_: object) -> None:
+        was_free.append(not leader.lock.locked())
+        raise KeyboardInterrupt
+
+    old = signal.signal(signal.SIGALRM, handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+        with pytest.raises(KeyboardInterrupt):
+            leader.lead(look_s=0.1, timeout_s=WAIT_S)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old)
+    assert was_free == [True]
+
+
+def test_a_signal_that_is_held_back_ends_the_wait_after_a_look(leader: Leader) -> None:
+    old = signal.signal(signal.SIGALRM, lambda *_: None)
+    try:
+        with Held() as held:
+            signal.setitimer(signal.ITIMER_REAL, 0.01)
+            assert leader.lead(look_s=0.1, timeout_s=WAIT_S, held=held) is False
+            assert held.noted
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old)
+
+
+def test_what_a_look_finds_for_others_is_delivered_and_then_it_sleeps(leader: Leader) -> None:
+    theirs, leader.signal = leader.signal, Signal()
     end = leader.lead_aside(WAIT_S)
     post(leader.way.target())
-    assert end()[:2] == (compiled.LOOKED_IN_VAIN, True)
-    assert len(leader.home.mailbox.calls) == 1
+    until(lambda: theirs.is_set)
+    leader.signal.notify()
+    end()
+    assert leader.has_found and len(leader.home.mailbox.calls) == 1
+
+
+def test_what_is_due_ends_the_wait(leader: Leader) -> None:
+    now_s = time.monotonic()
+    assert leader.lead(timeout_s=WAIT_S, due_s=(now_s + 0.01,)) is False and time.monotonic() >= now_s + 0.01
+    assert leader.lead(timeout_s=WAIT_S, due_s=(now_s,)) is None, "it is due already"
+
+
+def test_nobody_leads_where_there_is_something_to_do_first(leader: Leader) -> None:
+    post(leader.way.target())
+    assert leader.lead(first=("a peer",)) is None and leader.lead()
 
 
 def test_a_bell_that_rang_for_no_ring_of_its_own_ends_the_wait(leader: Leader) -> None:
     """It may be for one that is polled since this wait has begun."""
     os.eventfd_write(leader.bell.fd, 1)
-    assert leader.lead(timeout_s=WAIT_S)[0] == 0
+    assert leader.lead(timeout_s=WAIT_S) is False
 
 
 def test_where_another_leads_nothing_is_done(leader: Leader) -> None:
     post(leader.way.target())
     with leader.lock:
         assert leader.lead() is None
-    assert not leader.home.mailbox.calls and leader.lead()[0]
+    assert not leader.home.mailbox.calls and leader.lead()
 
 
 def test_what_a_descriptor_has_is_left_to_who_polls(leader: Leader) -> None:
     os.eventfd_write(leader.beside, 1)
-    assert not leader.lead(timeout_s=WAIT_S)[0]
+    assert leader.lead(timeout_s=WAIT_S) is False
     assert [fd for fd, _ in leader.epoll.poll(0)] == [leader.beside]
 
 
 def test_the_time_is_over(leader: Leader) -> None:
-    state, _, _, slept_s, _ = leader.lead(timeout_s=0.01)
-    assert state == 0 and slept_s >= 0.01
+    began_s = time.monotonic()
+    assert leader.lead(timeout_s=0.01) is False and time.monotonic() >= began_s + 0.01 and leader.has_slept
+    assert leader.lead(timeout_s=0.0) is None
 
 
 def test_calls_for_others_do_not_end_the_wait(leader: Leader) -> None:
     mine = Signal()
     theirs, leader.signal = leader.signal, mine
     post(leader.way.target())
-    assert not leader.lead(timeout_s=0.01)[0]
+    assert leader.lead(timeout_s=0.01) is False
     assert theirs.is_set and len(leader.home.mailbox.calls) == 1
 
 
@@ -171,11 +239,11 @@ def test_the_time_is_over_also_where_calls_for_others_come_all_the_time(leader: 
     thread = threading.Thread(target=flood)
     thread.start()
     assert posted.wait(WAIT_S)
-    state, *_ = leader.lead(timeout_s=0.05)
+    led = leader.lead(timeout_s=0.05)
     goes_on = thread.is_alive()
     stop.set()
     thread.join(WAIT_S)
-    assert goes_on and state == 0
+    assert goes_on and led is False
 
 
 def _is_a_value(leader: Leader) -> None:
@@ -195,7 +263,7 @@ def _is_for_nobody(leader: Leader) -> None:
 def test_what_needs_code_of_python_is_left_until_somebody_has_looked(leader: Leader, comes: Any) -> None:
     comes(leader)
     for _ in range(2):
-        assert not leader.lead(timeout_s=WAIT_S)[0], "it is left, and does not wait"
+        assert leader.lead(timeout_s=WAIT_S) is False, "it is left, and does not wait"
     assert not leader.home.values and not leader.home.left and leader.way.there.received == 0
 
     assert _sleeps(leader) == [(1, 0)]
@@ -211,15 +279,15 @@ def _sleeps(leader: Leader) -> Any:
 def test_values_are_delivered_where_code_of_python_may_run(leader: Leader) -> None:
     leader.home.deliver = lambda message: (leader.home.values.append(message), leader.signal.notify())  # type: ignore[method-assign]
     _is_a_value(leader)
-    assert leader.lead(calls_only=False)[0]
+    assert leader.lead(calls_only=False)
     assert [value.parts for value in leader.home.values] == [[b"value"]]
 
 
 def test_values_that_were_left_are_delivered_where_code_of_python_may_run(leader: Leader) -> None:
     leader.home.deliver = lambda message: leader.signal.notify()  # type: ignore[method-assign]
     _is_a_value(leader)
-    assert not leader.lead()[0]
-    assert leader.lead(calls_only=False)[0] and _sleeps(leader) == []
+    assert leader.lead() is False
+    assert leader.lead(calls_only=False) and _sleeps(leader) == []
 
 
 def test_an_error_of_who_takes_a_value_is_told_and_the_lead_is_free(leader: Leader) -> None:
@@ -228,7 +296,8 @@ def test_an_error_of_who_takes_a_value_is_told_and_the_lead_is_free(leader: Lead
 
     leader.home.deliver = refuse  # type: ignore[method-assign]
     _is_a_value(leader)
-    *_, failed = leader.lead(calls_only=False)
+    assert leader.lead(calls_only=False) is False
+    (failed,) = leader.failures
     assert isinstance(failed, ValueError) and failed.__traceback__ is not None
     assert not leader.lock.locked() and leader.way.there.received == 1
     assert _sleeps(leader) == [(1, 0)], "its link is looked at: it may owe something"
@@ -243,7 +312,7 @@ def test_who_is_to_acknowledge_or_to_tell_of_room_is_left_something(leader: Lead
         leader.way.there.keep([b""], 1)
         leader.way.session.took(0, 0.0)  # what goes out says that it has come
     post(leader.way.target())
-    assert leader.lead()[0] and len(leader.home.mailbox.calls) == 1
+    assert leader.lead() and len(leader.home.mailbox.calls) == 1
     assert _sleeps(leader) == [(1, 0)]
 
 

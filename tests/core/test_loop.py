@@ -25,7 +25,7 @@ class _NoLinks:
     def wait(self, signal: Signal, timeout_s: float | None = None) -> bool:
         return _sleep_until_set(signal, timeout_s)
 
-    def idle(self, signal: Signal, timeout_s: float | None) -> None:
+    def idle(self, signal: Signal, timeout_s: float | None, on_main: bool) -> None:
         self.wait(signal, timeout_s)
 
 

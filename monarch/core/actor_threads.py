@@ -64,12 +64,17 @@ def _start_next() -> None:
 
 
 def _start(name: str, run: Run) -> None:
-    def live() -> None:
-        _start_next()
-        run()
-
-    thread = threading.Thread(target=live, name=name, daemon=True)
+    thread = threading.Thread(target=_live, args=(run,), name=name, daemon=True)
     started: Any = getattr(thread, "_started", None)  # an event: what `start` waits for
     if started is not None:
-        started.wait = lambda timeout=None: True
+        started.wait = _do_not_wait
     thread.start()
+
+
+def _live(run: Run) -> None:
+    _start_next()
+    run()
+
+
+def _do_not_wait(timeout: float | None = None) -> bool:
+    return True

@@ -316,7 +316,6 @@ class Instance(Sender):
         loop = self.loop
         asyncio.set_event_loop(loop)
         try:
-            loop.call_soon(self._construct)
             self._run_loop()
         except BaseException as error:
             self.down = self.down or self._broken("run", error)
@@ -353,7 +352,11 @@ class Instance(Sender):
             self.end(down, constructed=False)
 
     def _serve_some(self) -> None:
-        """Serve control messages and calls until there is nothing to do now."""
+        """Serve control messages and calls until there is nothing to do now; the constructor comes first."""
+        if self.phase is not _SERVING and self.phase is Phase.BORN:
+            contextvars.copy_context().run(self._construct)
+            if self.loop._ready:  # type: ignore[attr-defined]
+                return
         mailbox = self.mailbox
         for _ in range(_MESSAGES_PER_TURN):
             phase = self.phase

@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from datetime import datetime
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from attrs import define, evolve
@@ -120,7 +121,8 @@ class ProcAgent:
         names, parents = Names.of(envelope), self._parentage(envelope.parts[1])
         number = envelope.dst_actor
         down = down or self._objection(number)
-        runtime.monitors.watch((runtime.key, number), self._teller(parents.owner, number, envelope.rank))
+        tell = partial(self._tell_owner, parents.owner, number, envelope.rank)
+        runtime.monitors.watch((runtime.key, number), tell)
         if down is not None:
             runtime.never_born(number, down)
             return
@@ -128,25 +130,15 @@ class ProcAgent:
         rank = Point(envelope.rank, mesh._region.extent)
         actor_id = ActorId(runtime.proc_id, number, names.actor)
         instance = ActorInstance(runtime, actor_id, names.actor, names.cls, rank, mesh, parents.creator, names.is_setup)
-        behavior = ActorBehavior(instance, list(envelope.parts[2:]), lambda down: release_owned(instance, down))
+        behavior = ActorBehavior(instance, list(envelope.parts[2:]), partial(release_owned, instance))
         instance.owner_key = parents.owner.proc.key
         instance.on_failure = behavior.supervise
         instance.on_undeliverable = behavior.undeliverable
         runtime.books.owners[number] = instance
         runtime.adopt(instance)
         runtime.on_actors_changed()
-
-        def live() -> None:
-            stack_signal.name_thread(instance.member)
-            instance.run(behavior)
-
-        def failed(error: Exception) -> None:
-            """The system gives no more threads: nobody shall wait for this actor."""
-            down = runtime.failed(f"no thread could be started for it: {error}")
-            instance.stillborn(evolve(down, actor=instance.member))
-
         run = run_on_thread if names.is_setup else runtime.run_actor  # the main thread is for the user's actors
-        run(ACTOR_THREAD + names.actor, live, failed)
+        run(ACTOR_THREAD + names.actor, partial(_live, instance, behavior), partial(_has_no_thread, instance))
 
     def _parentage(self, encoded: Buffer) -> Parentage:
         encoded = bytes(encoded)
@@ -175,25 +167,21 @@ class ProcAgent:
         closed = (actor.mailbox.closed for actor in self._instances())
         return next((down for down in closed if down is not None and not down.stopped), self._runtime.last_failure)
 
-    def _teller(self, owner: ActorId, number: int, rank: int) -> Callable[[Down], None]:
-        """What tells the owner of a member that it has ended."""
+    def _tell_owner(self, owner: ActorId, number: int, rank: int, down: Down) -> None:
+        """A member has ended."""
         runtime = self._runtime
-
-        def tell(down: Down) -> None:
-            if owner.proc.key == runtime.key:
-                runtime.books.member_down(number, rank, down)
-            elif down.stopped:
-                runtime.tell(owner.proc, "member_down", number, rank, down)
-            else:
-                self._unheard.add(number)
-                heard = runtime.request(owner.proc, "member_down", number, rank, down)
-                heard._on_done(lambda: was_heard())
 
         def was_heard() -> None:
             self._unheard.discard(number)
             self.end_if_idle()
 
-        return tell
+        if owner.proc.key == runtime.key:
+            runtime.books.member_down(number, rank, down)
+        elif down.stopped:
+            runtime.tell(owner.proc, "member_down", number, rank, down)
+        else:
+            self._unheard.add(number)
+            runtime.request(owner.proc, "member_down", number, rank, down)._on_done(was_heard)
 
     # ---- stopping
 
@@ -257,6 +245,17 @@ class ProcAgent:
         for actor in list(self._runtime.actors.values()):
             if isinstance(actor, ActorInstance) and actor.owner_key == key:
                 actor.request_stop(Down("stopped", f"its owner's process is gone: {down.reason}"))
+
+
+def _live(instance: ActorInstance, behavior: ActorBehavior) -> None:
+    stack_signal.name_thread(instance.member)
+    instance.run(behavior)
+
+
+def _has_no_thread(instance: ActorInstance, error: Exception) -> None:
+    """The system gives no more threads: nobody shall wait for this actor."""
+    down = instance.proc_runtime.failed(f"no thread could be started for it: {error}")
+    instance.stillborn(evolve(down, actor=instance.member))
 
 
 def _unfinished(actor: Instance) -> str:

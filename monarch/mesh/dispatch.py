@@ -499,7 +499,9 @@ class ActorBehavior:
 
     @property
     def has_cleanup(self) -> bool:
-        return hasattr(self._actor, "__cleanup__")
+        with contextlib.suppress(Exception):  # of a `__getattr__` of the user's
+            return hasattr(self._actor, "__cleanup__")
+        return False
 
     def cleanup(self, down: Down) -> Coroutine[Any, Any, Down | None] | Down | None:
         handler = getattr(self._actor, "__cleanup__", None)

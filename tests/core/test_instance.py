@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import threading
 from collections.abc import Callable, Coroutine
@@ -82,6 +83,7 @@ class Life:
         proc.monitors.watch((proc.key, self.instance.actor_id.number), self.downs.append)
         proc.adopt(self.instance)
         self.thread = threading.Thread(target=lambda: self.instance.run(self.fake), name="monarch-test-actor")
+        self.tasks: list[asyncio.Task[None]] = []
         self.seq = 0
         if start:
             self.thread.start()
@@ -119,6 +121,35 @@ def test_calls_are_served_in_order_after_the_construction(proc: Proc) -> None:
 
     assert life.end() == _STOP
     assert life.fake.log == ["construct", *map(str, range(50)), "release", "cleanup", "release"]
+
+
+def test_what_the_constructor_starts_begins_before_the_first_call(proc: Proc) -> None:
+    life = Life(proc, start=False)
+
+    async def task() -> None:
+        life.fake.log.append("task")
+
+    def make() -> None:
+        life.tasks = [asyncio.get_running_loop().create_task(task())]
+
+    life.fake.makes = make
+    life.call("call")
+    life.thread.start()
+
+    assert life.end() == _STOP
+    assert life.fake.log[:3] == ["construct", "task", "call"]
+
+
+def test_the_constructor_sets_variables_of_the_context_for_itself_only(proc: Proc) -> None:
+    variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="unset")
+    life = Life(proc, start=False)
+    life.fake.makes = lambda: variable.set("by the constructor") and None
+    life.fake.does["read"] = lambda: life.fake.log.append(variable.get())
+    life.call("read")
+    life.thread.start()
+
+    assert life.end() == _STOP
+    assert "unset" in life.fake.log
 
 
 def test_one_call_is_served_at_a_time_while_an_async_one_waits(proc: Proc) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import signal
 import subprocess
@@ -102,6 +103,16 @@ def test_asking_leaves_no_dump_behind():
 def memory_files(pid: int) -> list[str]:
     folder = f"/proc/{pid}/fd"
     return [fd for fd in os.listdir(folder) if "monarch-stacks" in os.readlink(f"{folder}/{fd}")]
+
+
+def test_a_thread_for_whose_name_there_is_no_room_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    with mmap.mmap(-1, 100) as names:
+        monkeypatch.setattr(stack_signal, "_names", names)
+        for name in ("one", "2" * 100, "three\n"):
+            stack_signal.name_thread(name)
+        written = names[:].rstrip(b"\0").decode().splitlines()
+
+    assert [line.split(" ", 1)[1] for line in written] == ["one", "three"]
 
 
 @pytest.mark.slow

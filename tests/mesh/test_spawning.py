@@ -64,6 +64,15 @@ class Prepared(Actor):
         return self.at_birth
 
 
+class Odd(Actor):
+    def __getattr__(self, name: str) -> Any:
+        return {"own": "odd"}[name]
+
+    @endpoint
+    def name(self) -> str:
+        return str(self.own)
+
+
 class User(Actor):
     """Spawns on processes that it has heard of."""
 
@@ -127,6 +136,12 @@ def test_mixed_classes_are_refused_where_the_setting_says_so(monarch_client: Tes
     with pytest.raises(ValueError, match="mixes both async and sync"):
         procs.spawn("x", AsyncWorker)
     assert procs.spawn("x", Worker).echo.call_one(1).get(10) == 1
+
+
+def test_a_class_whose_getattr_raises_is_served(client: TestClient) -> None:
+    actor = this_host().spawn_procs().spawn("odd", Odd)
+
+    assert actor.name.call_one().get(10) == "odd"
 
 
 def test_names_may_be_used_again(client: TestClient) -> None:

@@ -51,8 +51,11 @@ _LIMIT: Final = "codec_max_frame_length"
 Memory = Callable[[], Allocate | None]
 """Where the large buffers of a message are best put; None: anywhere. Asked only for a message that may have some."""
 
+MemoryFor = Callable[[Sequence[int]], Allocate | None]
+"""As `Memory`, for a message to these processes."""
 
-def _anywhere() -> None:
+
+def _anywhere(*_: object) -> None:
     pass
 
 
@@ -94,7 +97,11 @@ def _encoded(
 
 
 def encode_call(
-    args: tuple[Any, ...], kwargs: dict[str, Any], find_memory: Memory = _anywhere, names: Sequence[str] = ()
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    memory_for: MemoryFor = _anywhere,
+    keys: Sequence[int] = (),
+    names: Sequence[str] = (),
 ) -> list[Buffer]:
     """As `encode((args, kwargs))`, for the arguments of a call. `names`, of positional parameters, are for the note.
 
@@ -112,7 +119,7 @@ def encode_call(
     if verdict == _SIMPLE:
         return _within_limit([pickle.dumps(call, 5)])
     try:
-        parts = _dump(call, find_memory(), verdict)
+        parts = _dump(call, memory_for(keys), verdict)
     except Exception as error:
         named = [(f"argument {i}" + (f" ({n!r})" if n else ""), a) for i, n, a in _numbered(args, names)]
         _blame(error, [*named, *((f"argument {name!r}", value) for name, value in kwargs.items())])

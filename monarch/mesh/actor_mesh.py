@@ -84,7 +84,7 @@ class ActorMesh(MeshView, Generic[A]):
         self._known: ActorClass | None = None
         self._targets: list[tuple[int, ProcId]] = [(proc.key, proc) for proc in procs]
         self._routes: tuple[int, Routes, Routes] | None = None  # from which process, for small messages, for large ones
-        self._lanes: tuple[Spawner, Sequence[int], compiled.Targets] | None = None  # who sent last, to whom, and how
+        self._lanes: tuple[Spawner, int | None, compiled.Targets] | None = None  # who sent last, to whom, and how
         if not isinstance(cls, bytes):
             self._install(class_of(cls))
 
@@ -194,44 +194,50 @@ class ActorMesh(MeshView, Generic[A]):
     ) -> None:
         """Send a CALL to every member, or `only` to the one at that position. The sender's order per member is given
         here, before anything is sent. `chain`: the calls that it comes from (`core.chain`)."""
+        runtime, known = sender.proc_runtime, self._lanes
+        if known is None or known[0] is not sender or known[1] != only:
+            known = self._find_lanes(sender, only)
+        sent = 0
+        if not runtime.gateway.is_closed:
+            source = runtime.key, sender.actor_id.number, reply_port
+            head = Kind.CALL, Flag.SEQUENCED, runtime.message_ttl, self._number, 0, *source
+            sent = compiled.post(known[2], parts, chain, *head)
+        if not sent:
+            self._send(sender, parts, reply_port, only, chain, may_wait)
+        elif sent == compiled.FULL and may_wait:
+            runtime.wait_for_room([key for key, *_ in known[2]])
+        if may_wait and runtime.backpressure.full:
+            for key, _ in self._targets if only is None else (self._targets[only],):
+                runtime.backpressure.wait(key, self._number, sender, self._name)
+
+    def _find_lanes(self, sender: Spawner, only: int | None) -> tuple[Spawner, int | None, compiled.Targets]:
+        """From whom, to whom, and how to send to all of these in one step that nothing interrupts."""
+        ranks = range(len(self._targets)) if only is None else (only,)
+        lanes = sender.on_lanes([(self._targets[rank][0], rank) for rank in ranks], self._number)
+        if lanes is None:
+            return sender, only, ()
+        self._lanes = found = sender, only, lanes
+        return found
+
+    def _send(
+        self, sender: Spawner, parts: list[Any], reply_port: int, only: int | None, chain: bytes, may_wait: bool
+    ) -> None:
+        """As `_cast`, in any way."""
         runtime = sender.proc_runtime
+        ranks: Sequence[int] = ()
+        branches: Sequence[Branch] = ()
         if only is None:
             found = self._found_routes(runtime, parts)
-            ranks: Sequence[int] = found.direct
-            branches: Sequence[Branch] = found.branches
+            ranks, branches = found.direct, found.branches
         else:
-            ranks, branches = (only,), ()
-        sent = 0 if branches else self._post(sender, parts, reply_port, ranks, chain)
-        if not sent:
-            # An exception from a signal's handler between a number and its message would leave a hole in the order.
-            with undisturbed():
-                self._send_all(sender, parts, reply_port, ranks, branches, chain)
+            ranks = (only,)
+        # An exception from a signal's handler between a number and its message would leave a hole in the order.
+        with undisturbed():
+            self._send_all(sender, parts, reply_port, ranks, branches, chain)
         if may_wait:
             # Room is wanted on the links, then on the way by the agents (which say TAKEN), then in the mailboxes.
-            if sent != compiled.SENT:
-                runtime.wait_for_room([self._targets[rank][0] for rank in ranks])
-            if branches:
-                runtime.caster.wait_for_taken(branches)
-            if runtime.backpressure.full:
-                for key, _ in self._targets if only is None else (self._targets[only],):
-                    runtime.backpressure.wait(key, self._number, sender, self._name)
-
-    def _post(self, sender: Spawner, parts: list[Any], reply_port: int, ranks: Sequence[int], chain: bytes) -> int:
-        """As `_send_all`, to all by lanes, in one step that nothing interrupts. Returns what `compiled.post` says; 0:
-        nothing was sent."""
-        runtime, known = sender.proc_runtime, self._lanes
-        if runtime.gateway.is_closed:
-            return 0
-        if known is None or known[0] is not sender or known[1] != ranks:
-            lanes = sender.on_lanes([(self._targets[rank][0], rank) for rank in ranks], self._number)
-            if lanes is None:
-                return 0
-            known = self._lanes = sender, ranks, lanes
-        if not known[2]:
-            return 0
-        source = runtime.key, sender.actor_id.number, reply_port
-        head = Kind.CALL, Flag.SEQUENCED, runtime.message_ttl, self._number, 0, *source
-        return compiled.post(known[2], parts, chain, *head)
+            runtime.wait_for_room([self._targets[rank][0] for rank in ranks])
+            runtime.caster.wait_for_taken(branches)
 
     def _call_for_tensors(self, endpoint: Endpoint[Any, Any], args: Any, kwargs: Any) -> Any:
         from monarch.mesh.tensor import entry

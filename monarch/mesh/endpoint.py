@@ -241,9 +241,7 @@ class EndpointSpec:
     concurrent: bool
     propagator: Propagator
     is_async: bool
-    fewest: int  # positional arguments that always fit, where `simple`
-    most: int
-    simple: bool
+    arities: range  # so many positional arguments fit, and need no look at the signature
 
     @classmethod
     def of(cls, name: str, prop: EndpointProperty[Any, Any]) -> EndpointSpec:
@@ -260,21 +258,14 @@ class EndpointSpec:
     ) -> EndpointSpec:
         room = _Room.of(method)
         most = room.positional - (2 if sends_itself else 1)
-        return cls(
-            name,
-            method,
-            sends_itself,
-            concurrent,
-            propagator,
-            inspect.iscoroutinefunction(method),
-            most - room.optional,
-            most,
-            simple=most >= 0 and not room.more and not room.others,
-        )
+        simple = most >= 0 and not room.more and not room.others
+        arities = range(most - room.optional, most + 1) if simple else range(0)
+        is_async = inspect.iscoroutinefunction(method)
+        return cls(name, method, sends_itself, concurrent, propagator, is_async, arities)
 
     @cached_property
     def signature(self) -> inspect.Signature:
-        """Only callers ask for it, of a call that is not simple."""
+        """Only callers ask for it, of a call that is none of the `arities`."""
         return inspect.signature(self.method)
 
     @property
@@ -287,8 +278,6 @@ class EndpointSpec:
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raises: TypeError when the method cannot be called with these."""
-        if self.simple and not kwargs and self.fewest <= len(args) <= self.most:
-            return
         hidden = (None, None) if self.sends_itself else (None,)
         try:
             self.signature.bind(*hidden, *args, **kwargs)
@@ -340,20 +329,22 @@ class Endpoint(Generic[P, R]):
         self, sender: Spawner, args: tuple[Any, ...], kwargs: dict[str, Any], rank: int | None = None
     ) -> list[Any]:
         """The parts of a call to all members, or to the one of that rank in the view."""
-        self._spec.check(args, kwargs)
+        if kwargs or len(args) not in self._spec.arities:
+            self._spec.check(args, kwargs)
         keys = self._members.keys if rank is None else (self._members.keys[rank],)
-        find_memory = partial(sender.proc_runtime.memory_for, keys)
+        memory_for = sender.proc_runtime.memory_for
         if around_encoding is not None:
             with around_encoding(keys):
-                return [self._description, *codec.encode_call(args, kwargs, find_memory)]
-        return [self._description, *codec.encode_call(args, kwargs, find_memory)]
+                return [self._description, *codec.encode_call(args, kwargs, memory_for, keys)]
+        return [self._description, *codec.encode_call(args, kwargs, memory_for, keys)]
 
     def _ask(self, make: Callable[[Context, Members], S], args: Any, kwargs: Any, only: int | None = None) -> S:
-        """Send to all members, or to `only` one, and return the sink that collects their replies."""
+        """Send to all members, or to `only` one, and return what collects their replies."""
         here = context()
-        parts = self._encode(here.actor_instance, args, kwargs, only)
+        sender = here.actor_instance
+        parts = self._encode(sender, args, kwargs, only)
         reply = make(here, self._members)
-        self._mesh._cast(here.actor_instance, parts, reply.number, only, reply.chain)
+        self._mesh._cast(sender, parts, reply.number, only, reply.chain)
         return reply
 
     def call(self, /, *args: P.args, **kwargs: P.kwargs) -> Future[ValueMesh[R]]:
@@ -383,13 +374,13 @@ class Endpoint(Generic[P, R]):
         Raises:
             ValueError: the view has not exactly one member.
         """
-        size = self._mesh._region._slice._len
+        size = len(self._members.keys)
         if size != 1:
             raise ValueError(
                 f"call_one of {self._spec.name!r} requires exactly 1 actor, but mesh has {size}; "
                 "take a slice, or use call()"
             )
-        reply: OneReply[R] = self._ask(OneReply, args, kwargs)
+        reply: OneReply[R] = self._ask(OneReply, args, kwargs, 0)
         return reply.future
 
     def choose(self, /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:

@@ -205,5 +205,5 @@ class Backpressure:
             yield found[0]
         elif isinstance(actor, Instance):
             for call in self._proc.pending_calls():
-                if call.wait.holds_up(actor):
+                if call.caller_wait.holds_up(actor):
                     yield from call.unanswered()

@@ -89,8 +89,8 @@ class Crossings:
         self._cycles, self._cycles_before = set(), self._cycles
         by_actor: dict[int, list[PendingCall]] = {}
         for call in self._proc.pending_calls():
-            if call.wait.lasts:
-                by_actor.setdefault(call.wait.actor.actor_id.number, []).append(call)
+            if call.caller_wait.lasts:
+                by_actor.setdefault(call.caller_wait.actor.actor_id.number, []).append(call)
         seen, self._seen = self._seen, {call.number for calls in by_actor.values() for call in calls}
         for calls in by_actor.values():
             self._ask(self._probes.next_number(), (), [call for call in calls if call.number in seen])
@@ -104,7 +104,7 @@ class Crossings:
             served = next((each for each in tuple(actor.serving) if each.call == caller), None)
             if served is not None or actor.mailbox.place(caller) is not None:
                 for call in self._proc.pending_calls():
-                    wait = call.wait
+                    wait = call.caller_wait
                     stops = wait.holds_up(actor) if served is None else wait.holds(served)
                     if stops and wait.lasts and wait.actor is actor:
                         yield call
@@ -117,7 +117,7 @@ class Crossings:
             for target in call.unanswered():
                 oldest.setdefault(target, call)
         for (key, number), call in [*oldest.items()][:_MOST_ASKED]:
-            wait = call.wait
+            wait = call.caller_wait
             hop = Hop(self._proc.key, call.number, wait.begun, wait.actor.actor_id.number, wait.endpoint, call.wanted())
             self._proc.tell_known(key, _PROBE, serial, (*before, hop), number)
 
@@ -126,7 +126,9 @@ class Crossings:
         first, last = hops[0], hops[-1]
         waits = self._waits_of(number, (last.key, last.port))
         if (self._proc.key, number) == (first.key, first.number):
-            found = next((call for call in waits if call.number == first.port and call.wait.begun == first.begun), None)
+            found = next(
+                (call for call in waits if call.number == first.port and call.caller_wait.begun == first.begun), None
+            )
             if found is not None:
                 self._on_cycle(hops, found)
         elif len(hops) < _LONGEST and not self._probes.has_passed((first.key, first.number, number), serial):

@@ -70,7 +70,7 @@ def on_probe(runtime: Proc, reply_port: int, probe: Probe) -> None:
     """A probe has come to the process of the caller. Does not block."""
     call = runtime.pending_call(reply_port)
     if call is not None:
-        call.wait.arm(probe)
+        call.caller_wait.arm(probe)
 
 
 class Wait:

@@ -80,8 +80,8 @@ class Call(Protocol):
         """What is waited for, and what keeps it, for the text of a TimeoutError. Asks the callee, `limit_s` at most."""
         ...
 
-    def cancel(self) -> bool:
-        """Give the call up; False when it was too late."""
+    def give_up(self) -> bool:
+        """Take the call back, as `Future.cancel` says; False when it was too late."""
         ...
 
 
@@ -98,8 +98,8 @@ class Future(Generic[R]):
     _driver: Driver | None
     _error: BaseException | None
     _explain: Callable[[], str] | None
-    _resolving: RLock | None
-    _thunk: Callable[[], R] | None
+    _outcome: Any
+    _reading: RLock | None
     _traceback: TracebackType | None
     _unseen: _Unseen | None
     _value: Any
@@ -112,8 +112,8 @@ class Future(Generic[R]):
         "_driver",
         "_error",
         "_explain",
-        "_resolving",
-        "_thunk",
+        "_outcome",
+        "_reading",
         "_traceback",
         "_unseen",
         "_value",
@@ -132,18 +132,22 @@ class Future(Generic[R]):
         """A future that nobody has completed. `explain` says what is waited for, for the text of a TimeoutError, where
         it is not the result of a `call`."""
         self = cls.__new__(cls)
+        self._begin(driver, explain, call)
+        return self
+
+    def _begin(self, driver: Driver | None, explain: Callable[[], str] | None = None, call: Call | None = None) -> None:
+        """Of the constructor of a subclass: be pending."""
         self._driver = driver
         self._explain = explain
         self._call = call
         self._done = False
-        self._thunk = None
-        self._resolving = None
+        self._outcome = None
+        self._reading = None
         self._callbacks = None
         self._value = None
         self._error = None
         self._traceback = None
         self._unseen = None
-        return self
 
     @classmethod
     def _completed(cls, value: R) -> Future[R]:
@@ -170,14 +174,19 @@ class Future(Generic[R]):
 
     # ---- completion, by the library
 
-    def _complete(self, thunk: Callable[[], R], trouble: Callable[[], str] | None = None) -> bool:
-        """Complete with a thunk that gives the value or raises; False when it was complete already. If it raises,
+    def _complete(
+        self, outcome: Any, trouble: Callable[[], str] | None = None, error: BaseException | None = None
+    ) -> bool:
+        """Complete with what `_read` makes the value of; False when it was complete already. If that is to raise,
         `trouble` says so in words: they are logged when the future or the program ends, and nobody has looked."""
         unseen = _Unseen(trouble) if trouble is not None else None
+        reading = RLock() if error is None else None
         with _cell_lock:
             is_late = self._done
             if not is_late:
-                self._thunk, self._unseen = thunk, unseen
+                self._outcome, self._reading, self._unseen = outcome, reading, unseen
+                if error is not None:
+                    self._keep(error)
                 self._done = True
                 self._call = None  # it has this future, too
                 callbacks, self._callbacks = self._callbacks, None
@@ -191,10 +200,12 @@ class Future(Generic[R]):
         return True
 
     def _fail(self, error: BaseException) -> bool:
-        def thunk() -> R:
-            raise Outcome(error)
+        return self._complete(None, None, error)
 
-        return self._complete(thunk)
+    def _read(self, outcome: Any) -> R:
+        """The value, or raises. Here `outcome` is a thunk; a subclass may have messages."""
+        value: R = outcome()
+        return value
 
     def _on_done(self, callback: Callable[[], object]) -> None:
         """Call `callback` once, when complete; at once if it is. It must not block or raise."""
@@ -225,7 +236,7 @@ class Future(Generic[R]):
             False when there was nothing to cancel: the result is there, or this is not the future of a call.
         """
         call = self._call
-        return call is not None and not self._done and call.cancel()
+        return call is not None and not self._done and call.give_up()
 
     def cancelled(self) -> bool:
         """Whether `cancel` has ended it."""
@@ -238,58 +249,47 @@ class Future(Generic[R]):
         return self._done
 
     def _resolve(self) -> R:
-        """The value, or raises the exception. Runs the thunk once, in the first thread that looks."""
-        if self._thunk is not None:
-            self._decode()
+        """The value, or raises the exception. Reads the outcome once, in the first thread that looks."""
+        reading = self._reading
+        if reading is not None:
+            with reading:
+                if self._reading is not None:  # no other thread was here before
+                    interrupt = None
+                    try:
+                        self._value = self._read(self._outcome)
+                    except Exception as error:
+                        interrupt = self._read_again(error)
+                    self._reading = self._outcome = None
+                    if self._unseen is not None:
+                        self._unseen.forget()
+                        self._unseen = None
+                    if interrupt is not None:
+                        raise interrupt
         if self._error is not None:
             # Every raise prepends its frames to the traceback of the object: start over, or it grows with each look.
             raise self._error.with_traceback(self._traceback)
         value: R = self._value
         return value
 
-    def _decode(self) -> None:
-        with _cell_lock:
-            if self._resolving is None:
-                self._resolving = RLock()
-            lock = self._resolving
-        with lock:
-            thunk = self._thunk
-            if thunk is not None:
+    def _read_again(self, error: Exception) -> Exception | None:
+        """Reading has raised `error`; returned is it where it comes from the handler of a signal: it is not the result
+        then, and for who looks now. Another BaseException interrupts a look, and is not what the call ended with."""
+        failed: Exception | None = error
+        if on_main_thread() and ALL_BUT_INTERRUPT.handlers():
+            with Held(signals=ALL_BUT_INTERRUPT):  # once more, without them
                 try:
-                    self._value = thunk()
-                except Exception as error:
-                    failed: Exception | None = error
-                    if on_main_thread() and ALL_BUT_INTERRUPT.handlers():
-                        # What the handler of an alarm raises is not the result: once more, without them.
-                        with Held(signals=ALL_BUT_INTERRUPT):
-                            failed = self._decode_again(thunk)
-                    if failed is not None:
-                        self._fail_with(failed)
-                    self._thunk = None
-                    self._was_seen()
-                    if type(failed) is not type(error):
-                        raise  # it was the handler's: it is for who looks now
-                self._thunk = None
-                if self._unseen is not None:
-                    self._was_seen()
+                    self._value = self._read(self._outcome)
+                    failed = None
+                except Exception as again:
+                    failed = again
+        if failed is not None:
+            self._keep(failed.error if isinstance(failed, Outcome) else failed)
+        return error if type(failed) is not type(error) else None
 
-    def _decode_again(self, thunk: Callable[[], R]) -> Exception | None:
-        try:
-            self._value = thunk()
-        except Exception as error:
-            return error
-        return None
-
-    def _was_seen(self) -> None:
-        unseen, self._unseen = self._unseen, None
-        if unseen is not None:
-            unseen.forget()
-
-    def _fail_with(self, error: Exception) -> None:
-        """Another BaseException interrupts a look, and is not what the call ended with: look again."""
-        self._error = error.error if isinstance(error, Outcome) else error
-        if not isinstance(self._error, MonarchError):
-            self._traceback = self._error.__traceback__  # of ours, it is where we have read the reply
+    def _keep(self, error: BaseException) -> None:
+        self._error = error
+        if not isinstance(error, MonarchError):
+            self._traceback = error.__traceback__  # of ours, it is where we have read the reply
 
     def _wait(self, timeout: float | None) -> bool:
         if self._done:

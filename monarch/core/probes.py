@@ -19,7 +19,7 @@ class PendingCall(Protocol):
     """A call that an endpoint has made, and that is not answered: the sink of its replies."""
 
     number: int
-    wait: Wait
+    caller_wait: Wait
 
     def unanswered(self) -> list[tuple[int, int]]:
         """(process, number) of the actors that have not answered."""

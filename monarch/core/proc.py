@@ -137,7 +137,7 @@ class Proc:
     def pending_call(self, port: int) -> PendingCall | None:
         """The one whose answer comes to that port."""
         sink = self.ports.get(port)
-        return cast("PendingCall", sink) if getattr(sink, "wait", None) is not None else None
+        return cast("PendingCall", sink) if getattr(sink, "caller_wait", None) is not None else None
 
     # ---- sending
 

@@ -147,15 +147,15 @@ class ActorMesh(MeshView, Generic[A]):
         extent = self._region.extent
         description = describe_call(READY, extent._labels, extent._sizes)
         ActorMesh._cast(self, owner, [description, *codec.encode_call((), {})], reply.number, None, reply.chain)
-        result: Future[None] = Future._pending(owner.proc_runtime.driver, call=reply.future._call)
+        result: Future[None] = Future._pending(owner.proc_runtime.driver, call=reply)
 
         def ready() -> None:
             try:
-                reply.future.get(0)
+                reply.get(0)
             except SupervisionError as error:
                 raise RuntimeError(f"error spawning actor mesh {self._name!r}: {error}") from error
 
-        reply.future._on_done(lambda: result._complete(ready))
+        reply._on_done(lambda: result._complete(ready))
         return result
 
     def stop(self, reason: str = "stopped by client") -> Future[None]:

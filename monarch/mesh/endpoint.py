@@ -354,19 +354,19 @@ class Endpoint(Generic[P, R]):
         ActorError. A member that is gone fails it at once, with SupervisionError.
         """
         reply: MeshReply[R] = self._ask(MeshReply, args, kwargs)
-        return reply.future
+        return reply
 
     def call_fail_fast(self, /, *args: P.args, **kwargs: P.kwargs) -> Future[ValueMesh[R]]:
         """As `call`, and raises the first exception as soon as it arrives, without waiting for the other members. Those
         go on, and their replies are dropped."""
         reply: FailFastReply[R] = self._ask(FailFastReply, args, kwargs)
-        return reply.future
+        return reply
 
     def call_settled(self, /, *args: P.args, **kwargs: P.kwargs) -> Future[ValueMesh[R | BaseException]]:
         """As `call`, and loses no result: resolves when each member has replied or is gone. The value of a member that
         failed is its error, an ActorError or a SupervisionError."""
         reply: SettledReply[R] = self._ask(SettledReply, args, kwargs)
-        return reply.future
+        return reply
 
     def call_one(self, /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Call the only member.
@@ -381,13 +381,13 @@ class Endpoint(Generic[P, R]):
                 "take a slice, or use call()"
             )
         reply: OneReply[R] = self._ask(OneReply, args, kwargs, 0)
-        return reply.future
+        return reply
 
     def choose(self, /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Call one member, drawn at random for each call."""
         rank = _drawn(self._mesh, self._spec.name)
         reply: OneReply[R] = self._ask(partial(OneReply, rank=rank), args, kwargs, rank)
-        return reply.future
+        return reply
 
     def stream(self, /, *args: P.args, **kwargs: P.kwargs) -> Iterator[Future[R]]:
         """Call all members, at once; the i-th future of the iterator is the i-th reply to arrive."""

@@ -10,7 +10,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from monarch.core import codec, exceptions, inquiries
 from monarch.core.deadlock import Wait
@@ -27,23 +27,21 @@ from monarch.mesh.members import Members
 from monarch.mesh.value_mesh import ValueMesh
 from monarch.supervision.failure import Fate
 
+if TYPE_CHECKING:
+    from monarch.core.proc import Proc
+
 R = TypeVar("R")
 
 
 def decode_value(envelope: Envelope, members: Members | None = None) -> Any:
     """The value of a PORT message, or raises the error that it carries. `members`: those that were called, if it is a
-    reply."""
-    if not envelope.flags & Flag.ERROR:
-        return _rebuilt(envelope, members)
-    error, formatted = exceptions.decode_exception(envelope.parts)
-    if envelope.flags & Flag.RAW_ERROR:
-        raise Outcome(error)
-    text = "A remote actor call failed." if members is None else members.call_text(envelope.rank)
-    raise ActorError(error, text, formatted)
-
-
-def _rebuilt(envelope: Envelope, members: Members | None) -> Any:
-    """What unpickling raises is an error of the user's code: it keeps its type, and says where it comes from."""
+    reply. What unpickling raises is an error of the user's code: it keeps its type, and says where it comes from."""
+    if envelope.flags & Flag.ERROR:
+        error, formatted = exceptions.decode_exception(envelope.parts)
+        if envelope.flags & Flag.RAW_ERROR:
+            raise Outcome(error)
+        text = "A remote actor call failed." if members is None else members.call_text(envelope.rank)
+        raise ActorError(error, text, formatted)
     try:
         return codec.decode(envelope.parts)
     except Exception as error:
@@ -79,19 +77,30 @@ class Unattended:
         pass
 
 
+_SLOTS: Final = ("_members", "_runtime", "caller_wait", "chain", "number")
+
+
 class CallSink:
-    """What the reply port of a call stands for; the `Call` of its futures (see `core.future`)."""
+    """What the reply port of a call stands for; the `Call` of its futures (see `core.future`). Where there is one for
+    all its replies, it is that future itself."""
 
-    __slots__ = ("_members", "_runtime", "chain", "number", "wait")
+    __slots__ = tuple[str, ...]()  # a class may have one base with slots, which is `Future`: its own are in `_SLOTS`
 
-    def __init__(self, here: Context, members: Members) -> None:
-        """A subclass registers it, once it is ready for replies: `runtime.ports[self.number] = self`."""
+    _members: Members
+    _runtime: Proc
+    caller_wait: Wait | None
+    chain: bytes  # for the message
+    number: int
+
+    def _open(self, here: Context, members: Members) -> None:
+        """To be called once it is ready for replies."""
         self._runtime = runtime = here.actor_instance.proc_runtime
         self._members = members
-        self.number = runtime.new_port()
         caller = here._caller if here._served is not None else None
-        self.chain = b"" if caller is None else caller.chain()  # for the message
-        self.wait = None if caller is None else Wait(caller)
+        self.chain = b"" if caller is None else caller.chain()
+        self.caller_wait = None if caller is None else Wait(caller)
+        self.number = number = runtime.new_port()
+        runtime.ports[number] = self
 
     def _close(self) -> None:
         self._runtime.ports.pop(self.number, None)
@@ -104,7 +113,7 @@ class CallSink:
         """The ranks that have not answered."""
         raise NotImplementedError
 
-    def _give_up(self, error: Exception) -> bool:
+    def _fail_all(self, error: Exception) -> bool:
         """Fail all futures that are pending; False when there was none left."""
         raise NotImplementedError
 
@@ -118,7 +127,7 @@ class CallSink:
         raise NotImplementedError
 
     def wait_of(self, future: Future[Any]) -> Wait | None:
-        return self.wait
+        return self.caller_wait
 
     def new_signal(self) -> Signal:
         keys = self._members.keys
@@ -138,20 +147,21 @@ class CallSink:
         """Take the call back from those who have not answered, and fail with `error`."""
         left = self._left()
         self._close()
-        self._give_up(error)
+        self._fail_all(error)
         self._withdraw(left)
 
-    def _trouble_of(self, reply: Envelope) -> Callable[[], str] | None:
-        return partial(self._members.trouble, reply) if reply.flags & Flag.ERROR else None
+    def _trouble_of(self, reply: Envelope) -> Callable[[], str]:
+        """For an error: what it says."""
+        return partial(self._members.trouble, reply)
 
     def explain(self, limit_s: float) -> str:
         return pending.explain(self._runtime, self._members, self.number, self._left(), limit_s)
 
-    def cancel(self) -> bool:
+    def give_up(self) -> bool:
         members, left = self._members, self._left()
         self._close()
         what = f"the call {members.mesh_name}.{members.method}() was cancelled by its caller"
-        if not self._give_up(CallCancelled(what)):
+        if not self._fail_all(CallCancelled(what)):
             return False
         self._withdraw(left)
         return True
@@ -162,58 +172,59 @@ class CallSink:
         tell_all(self._runtime, procs, *inquiries.withdrawal(members.number, self.number))
 
 
-class OneReply(CallSink, Generic[R]):
-    """The reply port of a call to a single member, which has `rank` in the view."""
+class OneReply(Future[R], CallSink):
+    """The reply of a single member, which has `rank` in the view."""
 
-    __slots__ = ("_rank", "future")
+    __slots__ = (*_SLOTS, "_rank")
 
     def __init__(self, here: Context, members: Members, rank: int = 0) -> None:
-        super().__init__(here, members)
         self._rank = rank
-        self.future: Future[R] = Future._pending(self._runtime.driver, call=self)
-        self._runtime.ports[self.number] = self
+        self._begin(here.actor_instance.proc_runtime.driver, call=self)
+        self._open(here, members)
 
     def _left(self) -> list[int]:
         return [self._rank]
 
-    def _give_up(self, error: Exception) -> bool:
-        return self.future._fail(error)
+    def _fail_all(self, error: Exception) -> bool:
+        return self._fail(error)
 
     def deliver(self, envelope: Envelope) -> None:
-        self._close()
-        if envelope.flags & Flag.ERROR:
-            self.future._complete(partial(decode_value, envelope, self._members), self._trouble_of(envelope))
-        else:
-            self.future._complete(partial(_rebuilt, envelope, self._members))
+        self._runtime.ports.pop(self.number, None)
+        self._complete(envelope, self._trouble_of(envelope) if envelope.flags & Flag.ERROR else None)
+
+    def _read(self, outcome: Envelope) -> R:
+        value: R = decode_value(outcome, self._members)
+        return value
 
     def bounced(self, envelope: Envelope, down: Down) -> None:
         self._close()
-        self.future._fail(self._members.error(self._rank, down, fate_of(envelope)))
+        self._fail(self._members.error(self._rank, down, fate_of(envelope)))
 
     def proc_gone(self, key: int, down: Down) -> None:
         if key == self._members.keys[self._rank]:
             self._close()
-            self.future._fail(self._members.error(self._rank, down))
+            self._fail(self._members.error(self._rank, down))
 
 
-class MeshReply(CallSink, Generic[R]):
-    """The reply port of a call to all members. The future is complete when all have answered, or one is gone; then it
-    raises the error of the lowest rank."""
+class MeshReply(Future[ValueMesh[R]], CallSink, Generic[R]):
+    """The replies of all members. It is complete when all have answered, or one is gone; then it raises the error of
+    the lowest rank."""
+
+    __slots__ = (*_SLOTS, "_outcomes", "_size")
 
     def __init__(self, here: Context, members: Members) -> None:
-        super().__init__(here, members)
-        self._outcomes: dict[int, Envelope | Exception] = {}  # by rank
+        self._outcomes: dict[int, Any] = {}  # by rank: messages; of a `SettledReply` exceptions, too
         self._size = len(members.keys)
-        self.future: Future[ValueMesh[R]] = Future._pending(self._runtime.driver, call=self)
-        self._runtime.ports[self.number] = self
+        self._begin(here.actor_instance.proc_runtime.driver, call=self)
+        self._open(here, members)
         if not self._size:
             self._finish()
 
     def _left(self) -> list[int]:
         return [rank for rank in range(self._size) if rank not in self._outcomes]
 
-    def _give_up(self, error: Exception) -> bool:
-        return self.future._fail(error)
+    def _fail_all(self, error: Exception) -> bool:
+        return self._fail(error)
 
     def deliver(self, envelope: Envelope) -> None:
         outcomes, rank = self._outcomes, envelope.rank
@@ -232,16 +243,30 @@ class MeshReply(CallSink, Generic[R]):
     def _gone(self, rank: int, error: Exception) -> None:
         """A member has failed, whether it has answered or not."""
         self._close()
-        self.future._fail(error)
+        self._fail(error)
 
     def _finish(self) -> None:
         self._close()
-        self.future._complete(partial(self._result, self._members, self._outcomes), self._trouble())
+        self._complete(self._outcomes, self._trouble())
+
+    def _complete(
+        self, outcome: Any, trouble: Callable[[], str] | None = None, error: BaseException | None = None
+    ) -> bool:
+        is_first = super()._complete(outcome, trouble, error)
+        self._outcomes = {}  # messages go once their values are read
+        return is_first
+
+    def _read(self, outcome: Mapping[int, Any]) -> ValueMesh[Any]:
+        members, replies = self._members, [outcome[rank] for rank in sorted(outcome)]
+        for reply in replies:
+            if reply.flags & Flag.ERROR:
+                decode_value(reply, members)
+        return ValueMesh._lazy(members.region.extent, decode_value, replies, members)
 
     def _trouble(self) -> Callable[[], str] | None:
-        for _, outcome in sorted(self._outcomes.items()):
-            if isinstance(outcome, Envelope) and outcome.flags & Flag.ERROR:
-                return self._trouble_of(outcome)
+        for _, reply in sorted(self._outcomes.items()):
+            if reply.flags & Flag.ERROR:
+                return self._trouble_of(reply)
         return None
 
     def unattended(self) -> Unattended | None:
@@ -250,29 +275,24 @@ class MeshReply(CallSink, Generic[R]):
             tell_unseen(trouble())
         return Unattended(self._members, told=trouble is not None)
 
-    @staticmethod
-    def _result(members: Members, outcomes: Mapping[int, Any]) -> ValueMesh[Any]:
-        """Not of this object, which has the future: what a future holds goes with it, and not with a garbage cycle."""
-        replies = [outcomes[rank] for rank in range(len(outcomes))]
-        for reply in replies:
-            if reply.flags & Flag.ERROR:
-                decode_value(reply, members)
-        return ValueMesh._lazy(members.region.extent, [partial(_rebuilt, reply, members) for reply in replies])
-
 
 class FailFastReply(MeshReply[R]):
     """As MeshReply, and an error is not kept waiting for the answers of others."""
 
+    __slots__ = ()
+
     def deliver(self, envelope: Envelope) -> None:
         if envelope.flags & Flag.ERROR:
             self._close()
-            self.future._complete(partial(decode_value, envelope, self._members), self._trouble_of(envelope))
+            self._complete({envelope.rank: envelope}, self._trouble_of(envelope))
         else:
             super().deliver(envelope)
 
 
 class SettledReply(MeshReply[R | BaseException]):
     """As MeshReply, with the failures of members, and the ends of those that are gone, as values."""
+
+    __slots__ = ()
 
     def _gone(self, rank: int, error: Exception) -> None:
         if self._outcomes.setdefault(rank, error) is error and len(self._outcomes) == self._size:
@@ -284,13 +304,12 @@ class SettledReply(MeshReply[R | BaseException]):
     def unattended(self) -> None:
         return None
 
-    @staticmethod
-    def _result(members: Members, outcomes: Mapping[int, Any]) -> ValueMesh[Any]:
-        decoders = [partial(_settled, members, outcomes[rank]) for rank in range(len(outcomes))]
-        return ValueMesh._lazy(members.region.extent, decoders)
+    def _read(self, outcome: Mapping[int, Any]) -> ValueMesh[Any]:
+        members, outcomes = self._members, [outcome[rank] for rank in sorted(outcome)]
+        return ValueMesh._lazy(members.region.extent, _settled, outcomes, members)
 
 
-def _settled(members: Members, outcome: Envelope | Exception) -> Any:
+def _settled(outcome: Envelope | Exception, members: Members) -> Any:
     if isinstance(outcome, Exception):
         return outcome
     try:
@@ -302,28 +321,30 @@ def _settled(members: Members, outcome: Envelope | Exception) -> Any:
 
 
 class StreamReply(CallSink, Generic[R]):
-    """The reply port of a stream: the i-th future is the i-th reply to arrive; a member that is gone counts as one."""
+    """The replies of a stream: the i-th future is the i-th reply to arrive; a member that is gone counts as one."""
+
+    __slots__ = (*_SLOTS, "_answered", "_arrived", "_lock", "futures")
 
     def __init__(self, here: Context, members: Members) -> None:
-        super().__init__(here, members)
         self._lock = threading.Lock()
         self._answered = [False] * len(members.keys)
         self._arrived = 0
-        self.futures: list[Future[R]] = [Future._pending(self._runtime.driver, call=self) for _ in members.keys]
-        self._runtime.ports[self.number] = self
+        driver = here.actor_instance.proc_runtime.driver
+        self.futures: list[Future[R]] = [Future._pending(driver, call=self) for _ in members.keys]
+        self._open(here, members)
 
     def wait_of(self, future: Future[Any]) -> Wait | None:
         # The last one alone needs all members; which are those of an earlier one is not known.
-        if self.wait is None or any(future is each for each in self.futures[:-1]):
+        if self.caller_wait is None or any(future is each for each in self.futures[:-1]):
             return None
-        return self.wait
+        return self.caller_wait
 
     def _left(self) -> list[int]:
         return [rank for rank, answered in enumerate(self._answered) if not answered]
 
-    def _give_up(self, error: Exception) -> bool:
-        given_up = [future._fail(error) for future in self.futures]
-        return any(given_up)
+    def _fail_all(self, error: Exception) -> bool:
+        failed = [future._fail(error) for future in self.futures]
+        return any(failed)
 
     def _next(self, rank: int) -> Future[R] | None:
         with self._lock:
@@ -339,7 +360,8 @@ class StreamReply(CallSink, Generic[R]):
     def deliver(self, envelope: Envelope) -> None:
         future = self._next(envelope.rank)
         if future is not None:
-            future._complete(partial(decode_value, envelope, self._members), self._trouble_of(envelope))
+            trouble = self._trouble_of(envelope) if envelope.flags & Flag.ERROR else None
+            future._complete(partial(decode_value, envelope, self._members), trouble)
 
     def bounced(self, envelope: Envelope, down: Down) -> None:
         future = self._next(envelope.rank)

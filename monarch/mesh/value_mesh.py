@@ -98,10 +98,13 @@ class ValueMesh(MeshView, Generic[R]):
         self._set(region, _compressed(self._counted(region, values)))
 
     @classmethod
-    def _lazy(cls, shape: Shape | Region | Extent, decoders: Iterable[Callable[[], R]]) -> ValueMesh[R]:
-        """As the constructor, with a function for each value, called at most once, when the value is first read."""
+    def _lazy(
+        cls, shape: Shape | Region | Extent, decode: Callable[..., R], values: Iterable[Any], *given: Any
+    ) -> ValueMesh[R]:
+        """As the constructor, with undecoded values: `decode(value, *given)` is called at most once for each, when it
+        is first read."""
         mesh, region = object.__new__(cls), _region_of(shape)
-        mesh._set(region, [_Undecoded(decode) for decode in mesh._counted(region, decoders)])
+        mesh._set(region, mesh._counted(region, [_Undecoded(decode, value, *given) for value in values]))
         return mesh
 
     @classmethod
@@ -128,14 +131,14 @@ class ValueMesh(MeshView, Generic[R]):
     @staticmethod
     def _counted(region: Region, values: Iterable[Any]) -> list[Any]:
         counted = list(values)
-        size = len(region)
+        size = region._slice._len
         if len(counted) != size:
             raise ValueError(f"expected {size} values, one for each rank of {region.extent}, but got {len(counted)}")
         return counted
 
     def _set(self, region: Region, cells: list[Any]) -> None:
         self._region = region
-        self._origin = region.slice()
+        self._origin = region._slice
         self._cells = cells
 
     def _with_region(self, region: Region) -> ValueMesh[R]:

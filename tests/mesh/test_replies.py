@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
 
 from monarch.actor import ActorError, SupervisionError
 from monarch.core import codec, exceptions
+from monarch.core import future as future_module
 from monarch.core.envelope import Envelope, Flag, Kind
+from monarch.core.future import Future
 from monarch.core.ids import ProcId, Uid
 from monarch.core.monitor import Down
 from monarch.mesh.context import NOWHERE, Context
 from monarch.mesh.members import Members
-from monarch.mesh.replies import FailFastReply, MeshReply, SettledReply, StreamReply
+from monarch.mesh.replies import FailFastReply, MeshReply, OneReply, SettledReply, StreamReply
 from monarch.mesh.shape import Extent
 
 _DOWN = Down("killed", "the process this actor was running on failed: Killed(sig=9)", 4711, "here", signal=9)
@@ -33,10 +37,10 @@ class Runtime:
         return 77
 
 
-def sink(kind: type) -> tuple[Any, Runtime]:
+def sink(kind: type, size: int = 3) -> tuple[Any, Runtime]:
     runtime: Any = Runtime()
-    region = Extent(("gpus",), (3,)).region
-    targets = [(proc.key, proc) for proc in _PROCS]
+    region = Extent(("gpus",), (size,)).region
+    targets = [(proc.key, proc) for proc in _PROCS[:size]]
     members = Members(5, targets, lambda rank: f"module.Class mesh{{'gpus': {rank}/3}}", "mesh", "step", region)
     return kind(Context(runtime, NOWHERE), members), runtime
 
@@ -102,7 +106,7 @@ def test_the_race_of_replies_and_failures(events: str, call: str, fail_fast: str
         reply, runtime = sink(kind)
         happen(reply, events)
 
-        assert outcome(reply.future) == expected, kind.__name__
+        assert outcome(reply) == expected, kind.__name__
         assert (77 in runtime.ports) == (expected == "-")  # what comes later finds nobody
 
 
@@ -124,7 +128,7 @@ def test_an_exception_that_was_sent_as_it_is_is_the_value_of_its_member() -> Non
     parts = exceptions.encode_exception(KeyError("exactly this"))
     reply.deliver(Envelope(Kind.PORT, 0, 0, 77, 0, 0, parts, Flag.ERROR | Flag.RAW_ERROR, 1))
 
-    assert isinstance(reply.future.get(0).item(gpus=1), KeyError)
+    assert isinstance(reply.get(0).item(gpus=1), KeyError)
 
 
 def test_no_members_are_complete_at_once() -> None:
@@ -132,4 +136,67 @@ def test_no_members_are_complete_at_once() -> None:
     members = Members(5, [], str, "mesh", "step", Extent(("gpus",), (0,)).region)
     for kind in (MeshReply, FailFastReply, SettledReply):
         reply: Any = kind(Context(runtime, NOWHERE), members)
-        assert list(reply.future.get(0).values()) == [] and not runtime.ports
+        assert list(reply.get(0).values()) == [] and not runtime.ports
+
+
+class _Message(Envelope):
+    """One that weak references can be made to, with and without the compiled part."""
+
+
+@pytest.mark.parametrize("kind", [OneReply, MeshReply, FailFastReply, SettledReply])
+def test_a_future_that_was_read_holds_no_message(kind: type) -> None:
+    reply, _ = sink(kind, 1)
+    message = _Message(Kind.PORT, 0, 0, 77, 0, 0, codec.encode("value 0"), 0, 0)
+    held = weakref.ref(message)
+    reply.deliver(message)
+    del message
+    assert held() is not None
+    value = reply.get(0)
+    assert value == "value 0" or list(value.values()) == ["value 0"]
+
+    assert held() is None
+
+
+@pytest.mark.parametrize("kind", [MeshReply, FailFastReply])
+def test_a_future_that_has_failed_holds_no_message(kind: type) -> None:
+    reply, _ = sink(kind)
+    message = _Message(Kind.PORT, 0, 0, 77, 0, 0, codec.encode("value 0"), 0, 0)
+    held = weakref.ref(message)
+    reply.deliver(message)
+    del message
+    happen(reply, "d1")
+
+    assert outcome(reply) == "s1" and held() is None
+
+
+@pytest.mark.parametrize("kind", [OneReply, MeshReply, FailFastReply])
+def test_a_failure_that_nobody_looks_at_is_told_when_its_future_goes(
+    kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(future_module, "tell_unseen", told.append)
+    reply, _ = sink(kind, 1)
+    happen(reply, "e0")
+    assert not told
+    gc.disable()  # it is in no cycle
+    try:
+        del reply
+        assert len(told) == 1 and "error 0" in told[0]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("kind", [OneReply, MeshReply, FailFastReply, SettledReply])
+def test_a_future_is_the_sink_of_its_replies_as_long_as_it_is_pending(kind: type) -> None:
+    reply, runtime = sink(kind, 1)
+    assert runtime.ports == {77: reply} and isinstance(reply, Future) and not reply.done()
+    happen(reply, "v0")
+    assert reply.done() and not runtime.ports and not reply.cancel()
+
+
+def test_a_future_of_a_call_has_no_attributes_that_its_value_or_futures_of_others_may_have() -> None:
+    for kind in (OneReply, MeshReply):
+        reply, _ = sink(kind, 1)
+        for name in ("wait", "then", "value", "add_done_callback", "running", "ready", "values", "item"):
+            with pytest.raises(AttributeError, match="a Future has no attribute"):
+                getattr(reply, name)

@@ -6,6 +6,7 @@ import itertools
 import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from operator import call
 
 import pytest
 from hypothesis import given
@@ -118,7 +119,7 @@ def test_another_number_of_values_is_a_value_error(count):
     with pytest.raises(ValueError, match=f"expected 6 values.*got {count}"):
         ValueMesh(SHAPE, range(count))
     with pytest.raises(ValueError, match=f"expected 6 values.*got {count}"):
-        ValueMesh._lazy(SHAPE, [int] * count)
+        ValueMesh._lazy(SHAPE, call, [int] * count)
 
 
 def test_a_shape_that_is_none_is_a_type_error():
@@ -157,7 +158,7 @@ def test_subscripting_the_class_gives_the_class():
 
 def test_values_are_decoded_when_read_and_once():
     decoders, calls = counted("abcdef")
-    mesh = ValueMesh._lazy(SHAPE, decoders)
+    mesh = ValueMesh._lazy(SHAPE, call, decoders)
     view = mesh.slice(hosts=1)
 
     assert (len(mesh), mesh.sizes, calls) == (6, {"hosts": 2, "gpus": 3}, [])
@@ -169,7 +170,7 @@ def test_values_are_decoded_when_read_and_once():
 
 def test_a_single_value_is_lazy_too():
     decoders, calls = counted("a")
-    mesh = ValueMesh._lazy(Shape.unity(), decoders)
+    mesh = ValueMesh._lazy(Shape.unity(), call, decoders)
 
     assert calls == []
     assert mesh.item() == mesh.item() == "a"
@@ -184,7 +185,7 @@ def test_many_threads_decode_a_value_once():
         calls.append(threading.get_ident())
         return object()
 
-    mesh = ValueMesh._lazy(SHAPE, [decode] * 6)
+    mesh = ValueMesh._lazy(SHAPE, call, [decode] * 6)
 
     def read(_):
         barrier.wait()
@@ -204,7 +205,7 @@ def test_a_value_that_cannot_be_decoded_raises_for_every_reader_and_spares_the_o
         calls.append(1)
         raise RuntimeError("no such class")
 
-    mesh = ValueMesh._lazy(Extent(["x"], [2]), [broken, lambda: "fine"])
+    mesh = ValueMesh._lazy(Extent(["x"], [2]), call, [broken, lambda: "fine"])
 
     depths = []
     for _ in range(3):
@@ -223,21 +224,21 @@ def test_an_interrupt_while_decoding_leaves_the_value_to_the_next_reader():
             raise error
         return "value"
 
-    mesh = ValueMesh._lazy(Extent(["x"], [1]), [decode])
+    mesh = ValueMesh._lazy(Extent(["x"], [1]), call, [decode])
     with pytest.raises(KeyboardInterrupt):
         mesh.get(0)
     assert mesh.get(0) == "value"
 
 
 def test_decoding_may_read_the_mesh_it_belongs_to():
-    mesh: ValueMesh[int] = ValueMesh._lazy(Extent(["x"], [2]), [lambda: mesh.get(1) + 1, lambda: 1])
+    mesh: ValueMesh[int] = ValueMesh._lazy(Extent(["x"], [2]), call, [lambda: mesh.get(1) + 1, lambda: 1])
 
     assert values_of(mesh) == [2, 1]
 
 
 def test_pickling_decodes_all_values_once():
     decoders, calls = counted("abcdef")
-    mesh = ValueMesh._lazy(SHAPE, decoders)
+    mesh = ValueMesh._lazy(SHAPE, call, decoders)
     copy = pickle.loads(pickle.dumps(mesh))
 
     assert values_of(copy) == values_of(mesh) == list("abcdef")

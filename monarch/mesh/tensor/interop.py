@@ -133,7 +133,7 @@ def rref(endpoint: Endpoint[Any, Any], args: Any, kwargs: Any) -> Any:
     parts[0] = describe_call(spec.name, extent._labels, extent._sizes, extra)
     reply: FailFastReply[None] = FailFastReply(now, members)
     endpoint._mesh._cast(now.actor_instance, parts, reply.number, None, reply.chain)
-    reply.future._on_done(lambda: _tell_of_failure(lane, slot, reply))
+    reply._on_done(lambda: _tell_of_failure(lane, slot, reply))
     first = lane.engine.new(len(metas)) if metas else 0
     lane.append((int(Op.TAKE), slot, first, metas), here(3))
     lane.flush()
@@ -142,7 +142,7 @@ def rref(endpoint: Endpoint[Any, Any], args: Any, kwargs: Any) -> Any:
 
 def _tell_of_failure(lane: Lane, slot: int, reply: FailFastReply[None]) -> None:
     """Where a member failed, no worker shall wait for its result. On the driving thread, which must not block."""
-    error = reply.future.exception(0)
+    error = reply.exception(0)
     if error is not None:
         failed = EndpointFailed(str(error))
         depots = lane.engine.depots._with_region(lane.region)

@@ -91,11 +91,11 @@ class Wait:
         if self._blocked:
             self._go_on()
         else:
-            self._served.instance.post_control(self._go_on_for_tasks)
+            self._served.actor_instance.post_control(self._go_on_for_tasks)
 
     @property
     def actor(self) -> Instance:
-        return self._served.instance
+        return self._served.actor_instance
 
     @property
     def endpoint(self) -> str:
@@ -113,7 +113,7 @@ class Wait:
 
     def holds_up(self, instance: Instance) -> bool:
         """Whether that actor serves no further call before the answer is there. From any thread."""
-        if self._served.instance is not instance:
+        if self._served.actor_instance is not instance:
             return False
         return self._blocked or any(self.holds(each) for each in tuple(instance.serving) if each.exclusive)
 
@@ -121,7 +121,7 @@ class Wait:
 
     def begin(self, task: asyncio.Task[Any] | None, *, bounded: bool = False) -> None:
         """A wait begins: of a task, or of the whole thread. `bounded`: it ends without an answer, too."""
-        instance = self._served.instance
+        instance = self._served.actor_instance
         if threading.get_ident() != instance.thread_id:
             return
         self.begun += 1
@@ -137,7 +137,7 @@ class Wait:
                 self._go_on_for_tasks()
 
     def end(self, task: asyncio.Task[Any] | None) -> None:
-        if threading.get_ident() != self._served.instance.thread_id:
+        if threading.get_ident() != self._served.actor_instance.thread_id:
             return
         if task is None:
             self._blocked = False
@@ -164,15 +164,15 @@ class Wait:
         served = self._served
         closes = probe.origin == served.key
         # Where the cycle closes, the endpoint that made the call may be through, and have left the future to another.
-        waiting = [each for each in served.instance.serving if (each.exclusive if closes else each is served)]
+        waiting = [each for each in served.actor_instance.serving if (each.exclusive if closes else each is served)]
         if not waiting:
             return False
         if not self._blocked and not any(_depends(each.task, task) for each in waiting for task in self._tasks):
             return False
         if closes:
-            refuse(served.instance, probe)
+            refuse(served.actor_instance, probe)
         elif served.awaited:
-            _ask_caller(served.instance.proc_runtime, served.call, probe)
+            _ask_caller(served.actor_instance.proc_runtime, served.call, probe)
         return True
 
 

@@ -35,18 +35,35 @@ class Served:
     the endpoint does, so it holds none of the message's data.
 
     Attributes:
+        message_rank: where the receiver stands in the view that was called; the layer above says how.
         call: who waits for the answer; a port 0, where nobody does.
         exclusive: the actor takes no other call before this one is through.
         number: from the first call on that the endpoint makes itself, else 0.
         task: where an async endpoint runs.
     """
 
-    __slots__ = ("_before", "_chain", "call", "endpoint", "exclusive", "instance", "number", "since_s", "task")
+    __slots__ = (
+        "_before",
+        "_chain",
+        "actor_instance",
+        "call",
+        "endpoint",
+        "exclusive",
+        "message_rank",
+        "number",
+        "since_s",
+        "task",
+    )
 
     def __init__(
-        self, instance: Instance, endpoint: str, envelope: Envelope | None = None, exclusive: bool = True
+        self,
+        actor_instance: Instance,
+        message_rank: Any,
+        endpoint: str = "",
+        envelope: Envelope | None = None,
+        exclusive: bool = True,
     ) -> None:
-        self.instance = instance
+        self.actor_instance, self.message_rank = actor_instance, message_rank
         self.endpoint = endpoint
         self.exclusive = exclusive
         self.since_s = time.time()
@@ -61,7 +78,7 @@ class Served:
 
     @property
     def key(self) -> ServedKey:
-        return self.instance.proc_runtime.key, self.instance.actor_id.number, self.number
+        return self.actor_instance.proc_runtime.key, self.actor_instance.actor_id.number, self.number
 
     @property
     def awaited(self) -> bool:
@@ -70,12 +87,13 @@ class Served:
 
     @property
     def going_on(self) -> bool:
-        return self in self.instance.serving
+        return self in self.actor_instance.serving
 
     @property
     def cancelled(self) -> bool:
-        """Whether its caller has given it up."""
-        return self.awaited and self.instance.is_cancelled(self.call)
+        """Whether the caller has given up the call that is being served, with `Future.cancel`. For sync endpoints that
+        take long, to look at from time to time; what they return is dropped."""
+        return self.awaited and self.actor_instance.is_cancelled(self.call)
 
     def running(self) -> Running:
         return Running(self.endpoint, self.since_s, time.time() - self.since_s)
@@ -86,10 +104,10 @@ class Served:
         Whoever is in it may wait for the next; nobody waits for a call without a reply port, and for one that is over.
         """
         if not self._chain:
-            self.number = self.instance.next_served()
-            running = {each.number for each in self.instance.serving}
+            self.number = self.actor_instance.next_served()
+            running = {each.number for each in self.actor_instance.serving}
             before = pruned(self._before, self.key, running) if self._before else b""
-            self._chain = before + link(self.key, f"{self.instance.member}.{self.endpoint}")
+            self._chain = before + link(self.key, f"{self.actor_instance.member}.{self.endpoint}")
         return self._chain
 
 

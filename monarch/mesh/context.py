@@ -201,30 +201,33 @@ class ActorInstance(Spawner, CoreInstance):
         self.post_control(lambda: self.on_undeliverable(envelope, down))
 
 
-@define(eq=False)
-class Context:
-    """What `context()` gives, not to change. It is made for each message: frozen, it would take twice as long.
+class Context(Served):
+    """What `context()` gives: the call that is served, or, without an `endpoint`, whose code runs. Not to change.
 
     Attributes:
         actor_instance: the running actor, or the client outside any.
         message_rank: where the receiver stands in the view that the message was sent to.
     """
 
-    actor_instance: Spawner
-    message_rank: Point
-    _served: Served | None = None
+    __slots__ = ()
 
-    @property
-    def cancelled(self) -> bool:
-        """Whether the caller has given up the call that is being served, with `Future.cancel`. For sync endpoints that
-        take long, to look at from time to time; what they return is dropped."""
-        return self._served is not None and self._served.cancelled
+    if TYPE_CHECKING:
+        actor_instance: Spawner  # type: ignore[assignment]
+        message_rank: Point
+
+        def __init__(
+            self,
+            actor_instance: Spawner,
+            message_rank: Point,
+            endpoint: str = "",
+            envelope: Envelope | None = None,
+            exclusive: bool = True,
+        ) -> None: ...
 
     @property
     def _caller(self) -> Served | None:
         """The endpoint that a call comes from which is made now; None outside of any, or once it is through."""
-        served = self._served
-        return served if served is not None and served.going_on else None
+        return self if self.endpoint and self.going_on else None
 
 
 current_context: contextvars.ContextVar[Context | None] = contextvars.ContextVar("monarch_context", default=None)

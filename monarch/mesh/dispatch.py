@@ -139,9 +139,9 @@ class ActorBehavior:
         body, self._body = self._body, None
         assert body is not None
         loop: Any = asyncio.get_running_loop()
-        served = Served(instance, "__init__")
+        served = Context(instance, instance.rank, "__init__")
         instance.serving.append(served)
-        current_context.set(Context(instance, instance.rank, served))
+        current_context.set(served)
         written.tell()
         try:
             instance.is_importing = True
@@ -185,11 +185,11 @@ class ActorBehavior:
         instance = self._instance
         try:
             spec = called.spec or self._look_up(called)
-            served = Served(instance, name, envelope, not spec.concurrent)
             point = called.points.get(envelope.rank)
             if point is None:
                 point = called.add_point(envelope.rank)
-            current_context.set(Context(instance, point, served))
+            served = Context(instance, point, name, envelope, not spec.concurrent)
+            current_context.set(served)
             # Who runs the endpoint takes them out, and nothing else here keeps what they are built over: what the
             # endpoint returns of it may be passed on as it is.
             parts = envelope.parts

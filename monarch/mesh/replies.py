@@ -96,7 +96,7 @@ class CallSink:
         """To be called once it is ready for replies."""
         self._runtime = runtime = here.actor_instance.proc_runtime
         self._members = members
-        caller = here._caller if here._served is not None else None
+        caller = here._caller if here.endpoint else None
         self.chain = b"" if caller is None else caller.chain()
         self.caller_wait = None if caller is None else Wait(caller)
         self.number = number = runtime.new_port()

@@ -32,7 +32,7 @@ class FakeActor:
     def serve(self, chain: bytes = b"", reply_port: int = 9, exclusive: bool = True) -> Served:
         call = Envelope(Kind.CALL, self.proc_runtime.key, self.number, 0, 1, 1, [], reply_port=reply_port, chain=chain)
         fake: Any = self
-        served = Served(fake, "go", call, exclusive)
+        served = Served(fake, None, "go", call, exclusive)
         self.serving.append(served)
         return served
 

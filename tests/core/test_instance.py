@@ -584,7 +584,7 @@ def test_a_snapshot_shows_a_busy_actor_without_asking_its_thread(proc: Proc) -> 
     began, finish = threading.Event(), threading.Event()
 
     def busy() -> None:
-        served = Served(life.instance, "busy")
+        served = Served(life.instance, None, "busy")
         life.instance.serving.append(served)
         began.set()
         finish.wait(LIMIT_S)

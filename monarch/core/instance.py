@@ -368,11 +368,14 @@ class Instance(Sender):
                 continue
             if phase is not _SERVING or self._current is not None:
                 return
-            envelope = mailbox.take() if mailbox.calls else None
-            if envelope is None:
+            if not mailbox.calls:
                 if self._stopping is not None:
                     self.end(self._stopping)
                 return
+            try:
+                envelope = mailbox.calls.popleft()
+            except IndexError:
+                continue  # another thread has just withdrawn it
             if mailbox.told_full:
                 self.proc_runtime.backpressure.taken(self, envelope)
             self._serve(envelope)

@@ -63,7 +63,8 @@ if not TYPE_CHECKING and compiled.part is not None:
 
 
 class Mailbox(_Inbox):
-    """`put` may be called from any thread, `take` from the actor's. After `close`, nothing more goes in."""
+    """`put` may be called from any thread; the actor's takes from `calls`, where another may have withdrawn what was there
+    a moment ago. After `close`, nothing more goes in."""
 
     __slots__ = ("_lock", "_sealed", "controls", "told_full")
 
@@ -145,12 +146,6 @@ class Mailbox(_Inbox):
         with self._lock:
             self._sealed = not self.controls
         return self.take_control()
-
-    def take(self) -> Envelope | None:
-        try:
-            return self.calls.popleft()
-        except IndexError:  # another thread has withdrawn it, or there was none
-            return None
 
     def place(self, call: CallKey) -> int | None:
         """How many are ahead of a call in the queue; None when it is not there."""

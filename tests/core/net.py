@@ -10,6 +10,7 @@ from typing import Any
 from monarch.core.envelope import Envelope, Flag, Kind
 from monarch.core.ids import ProcId, Uid
 from monarch.core.limits import Limits
+from monarch.core.mailbox import Mailbox
 from monarch.core.monitor import Down
 from monarch.core.peer import Peer
 from monarch.core.proc import Proc
@@ -20,6 +21,11 @@ from tests.until import LIMIT_S as LIMIT_S
 from tests.until import until as until
 
 SECRET = b"s" * 32
+
+
+def take(mailbox: Mailbox) -> Envelope | None:
+    """As an actor does; None where nothing can be taken."""
+    return mailbox.calls.popleft() if mailbox.calls else None
 
 
 class Collector:

@@ -10,6 +10,7 @@ from monarch.core.ids import ActorId
 from monarch.core.instance import Instance
 from monarch.core.proc import Proc
 from monarch.core.serving import Served
+from tests.core.net import take
 
 
 def call(src: Proc, dst: Proc, number: int, seq: int, port: int) -> None:
@@ -29,7 +30,7 @@ def test_where_a_call_is(net: Net) -> None:
         call(a, b, 500, seq, port)
 
     assert [state(a, b, 500, port).ahead for port in (101, 102, 103, 104)] == [0, 1, 2, None]
-    instance.serving.append(Served(instance, None, "busy", instance.mailbox.take()))
+    instance.serving.append(Served(instance, None, "busy", take(instance.mailbox)))
     found = state(a, b, 500, 101)
     assert found.running is not None and found.running.endpoint == "busy" and found.ahead is None
     found = state(a, b, 500, 103)

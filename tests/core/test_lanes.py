@@ -30,6 +30,7 @@ from monarch.core.protocol import FrameType, Session
 from monarch.errors import LinkSevered, RemoteProtocolError
 from monarch.transports import ring
 from monarch.wake import Wake
+from tests.core.net import take
 
 pytestmark = pytest.mark.skipif(bool(compiled.why_not), reason=compiled.why_not or "there are lanes")
 
@@ -453,7 +454,7 @@ def test_what_is_posted_here_is_what_would_be_put() -> None:
     (got,) = mailbox.calls
     sent = Envelope(Kind.CALL, 7, 3, 4, 5, 6, parts, 0, 3, 0, 8, 60)
     assert type(got) is Envelope and fields(got) == fields(sent) and got.parts is parts
-    assert mailbox.signal.is_set and mailbox.take() is got and mailbox.take() is None
+    assert mailbox.signal.is_set and take(mailbox) is got and take(mailbox) is None
     assert mailbox.come_bytes == size_of(sent)
 
 

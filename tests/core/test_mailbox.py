@@ -13,6 +13,7 @@ from monarch.core.driver import Signal
 from monarch.core.envelope import Envelope, Flag, Kind
 from monarch.core.mailbox import Mailbox, size_of
 from monarch.core.monitor import Down
+from tests.core.net import take
 
 _DOWN = Down("stopped", "it was stopped")
 
@@ -23,7 +24,7 @@ def _message(sender: int, seq: int, proc: int = 5) -> Envelope:
 
 def _take_all(mailbox: Mailbox) -> list[Envelope]:
     taken = []
-    while (envelope := mailbox.take()) is not None:
+    while (envelope := take(mailbox)) is not None:
         taken.append(envelope)
     return taken
 
@@ -65,7 +66,7 @@ def test_messages_without_a_number_are_taken_as_they_come() -> None:
     plain = Envelope(Kind.CALL, 1, 2, 0, 5, 1, [])
     mailbox.put(plain)
 
-    assert mailbox.take() is plain and mailbox.take() is None
+    assert take(mailbox) is plain and take(mailbox) is None
 
 
 def test_control_messages_are_kept_apart_and_taken_after_close_too() -> None:
@@ -98,7 +99,7 @@ def test_closing_refuses_with_the_first_reason_and_drain_returns_all() -> None:
 
     assert mailbox.put(_message(1, 1)) == _DOWN
     assert sorted((e.src_actor, e.seq) for e in mailbox.drain()) == [(1, 0), (1, 2), (2, 0), (2, 1), (3, 7)]
-    assert mailbox.drain() == [] and mailbox.take() is None
+    assert mailbox.drain() == [] and take(mailbox) is None
 
 
 def test_a_forgotten_process_leaves_nothing_behind_and_others_keep_their_place() -> None:
@@ -153,8 +154,8 @@ def test_a_number_that_no_message_will_have_holds_nobody_up() -> None:
     skip = _message(1, seq=1)
     skip.flags |= Flag.SKIP
     assert mailbox.put(skip) is None
-    assert [mailbox.take(), mailbox.take()][1] is late
-    assert mailbox.take() is None
+    assert [take(mailbox), take(mailbox)][1] is late
+    assert take(mailbox) is None
 
 
 def test_a_message_that_comes_again_is_dropped() -> None:
@@ -232,12 +233,12 @@ def test_it_knows_about_what_it_holds() -> None:
     whole = mailbox.weigh()
     assert whole == mailbox.come_bytes == sum(sizes) + 3 * 4 + 500 + 4 * 1024
 
-    first = mailbox.take()
+    first = take(mailbox)
     assert first is not None and mailbox.come_bytes == whole  # an upper limit
     assert mailbox.lighten(size_of(first)) == whole - 1024 - 4
     assert mailbox.withdraw((5, 12)) is not None
     assert mailbox.weigh() == 100 + 4 + 500 + 2 * 1024
-    mailbox.take()
+    take(mailbox)
     assert mailbox.lighten(0) == 0  # nothing is left that can be taken
 
 

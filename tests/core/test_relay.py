@@ -22,7 +22,7 @@ from monarch.core.peer import Peer
 from monarch.core.proc import Proc
 from monarch.core.relay import ALONE_BYTES
 from monarch.transports.base import Buffer
-from tests.core.net import LIMIT_S, SECRET, Net, until
+from tests.core.net import LIMIT_S, SECRET, Net, take, until
 
 ACTOR = 40
 
@@ -45,7 +45,7 @@ class Member(Proc):
 
     def post(self, envelope: Envelope) -> None:
         assert self.mailbox.put(envelope) is None
-        while (call := self.mailbox.take()) is not None:
+        while (call := take(self.mailbox)) is not None:
             self.got.append(bytes(call.parts[0]))
             if self.replies is not None and call.reply_port:
                 self.send(call.reply([self.replies(call.parts[0])], Flag.SILENT), None, may_wait=False)  # type: ignore[arg-type]
@@ -344,7 +344,7 @@ def test_who_casts_to_a_full_mailbox_hears_of_it_by_the_agent(net: Net) -> None:
     member.actors[ACTOR] = actor
     world.cast(bytes(1000))
     until(lambda: [*full] == [(member.key, ACTOR)])
-    while member.mailbox.take() is not None:
+    while take(member.mailbox) is not None:
         pass
     member.backpressure.ended(actor)
     until(lambda: not full)

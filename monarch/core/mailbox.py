@@ -63,8 +63,8 @@ if not TYPE_CHECKING and compiled.part is not None:
 
 
 class Mailbox(_Inbox):
-    """`put` may be called from any thread; the actor's takes from `calls`, where another may have withdrawn what was there
-    a moment ago. After `close`, nothing more goes in."""
+    """`put` may be called from any thread; the actor's takes from `calls`, where another may have withdrawn what was
+    there a moment ago. After `close`, nothing more goes in."""
 
     __slots__ = ("_lock", "_sealed", "controls", "told_full")
 

@@ -896,8 +896,9 @@ static PyObject *lane_close(Lane *self, PyObject *unused) {
     Py_RETURN_NONE;
 }
 
-/* Bytes of a message: a copy of so much keeps the others from the interpreter for 10 us. */
-enum { MOST_TARGETS = 256, MOST_POSTED = 1 << 16 };
+/* Bytes of a message: a copy of so much keeps the others from the interpreter for 10 us, and 64 KiB take 30 us less than
+ * the long way. */
+enum { MOST_TARGETS = 256, MOST_POSTED = 96 << 10 };
 
 struct target {
     Lane *lane;

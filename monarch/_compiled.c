@@ -7,8 +7,8 @@
  * a power of two. A record is contiguous and begins at a multiple of 8: `struct record`, the sizes of the parts, the parts.
  * Where a record would wrap around, the rest of the data is skipped by a record of size SKIP.
  *
- * A frame that was encoded already, for the stream beside, is pushed as `bytes`, and its record marked ENCODED; what it
- * is decoded to, Python says (`decode`).
+ * A part may lie elsewhere, in other memory that both processes see: in its place is a description, and its size is marked
+ * ELSEWHERE. What it is, Python says (`find`), once.
  *
  * A record becomes visible by one store to `tail`, after all else: of a writer that dies in the middle nothing is seen. The
  * reader believes no size that it has not compared with what there is.
@@ -41,11 +41,11 @@
 #define PAUSE() atomic_signal_fence(memory_order_seq_cst)
 #endif
 
-enum { VERSION = 15 }; /* of what Python calls here; compiled.py names the one that it needs */
+enum { VERSION = 16 }; /* of what Python calls here; compiled.py names the one that it needs */
 enum { HEAD_BYTES = 256, MOST_PARTS = 32, LOOKS_EACH = 64 };
 enum { AWAKE, WOKEN_BY_STREAM, WOKEN_BY_BELL }; /* of a reader: what `asleep` says */
 #define SKIP UINT32_MAX
-#define ENCODED (UINT32_C(1) << 31)
+#define ELSEWHERE (UINT32_C(1) << 31)
 
 typedef struct {
     _Alignas(64) _Atomic uint64_t tail;
@@ -55,7 +55,7 @@ typedef struct {
 
 struct record {
     uint32_t size;  /* in bytes, all of it, a multiple of 8; or SKIP */
-    uint32_t parts; /* how many, and ENCODED */
+    uint32_t parts; /* how many */
     uint64_t after; /* frames that went another way, and come first */
 };
 
@@ -63,7 +63,7 @@ typedef struct {
     PyObject_HEAD
     Py_buffer memory;
     PyObject *keep;
-    PyObject *decode; /* reader: makes the frame of one that is encoded */
+    PyObject *find;    /* reader: the part that a description stands for */
     PyObject *session; /* reader: whose messages come; their type is `envelope` */
     PyTypeObject *envelope;
     shared *ring;
@@ -121,7 +121,7 @@ static void ring_dealloc(Ring *self) {
     PyTypeObject *type = Py_TYPE((PyObject *)self);
     if (self->memory.obj) PyBuffer_Release(&self->memory);
     Py_XDECREF(self->keep);
-    Py_XDECREF(self->decode);
+    Py_XDECREF(self->find);
     Py_XDECREF(self->session);
     Py_XDECREF((PyObject *)self->envelope);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
@@ -151,7 +151,7 @@ typedef struct {
     Py_ssize_t count;
     uint64_t total; /* bytes of the parts */
     const char *starts[MOST_PARTS];
-    uint32_t sizes[MOST_PARTS];
+    uint32_t sizes[MOST_PARTS]; /* and ELSEWHERE */
     Py_buffer views[MOST_PARTS];
 } pieces;
 
@@ -171,6 +171,16 @@ static int piece(pieces *to, const char *start, Py_ssize_t size, uint64_t most) 
 
 /* 1: it is one more; 0: too much; -1: an exception is set */
 static int piece_of(pieces *to, PyObject *part, uint64_t most) {
+    if (PyTuple_Check(part)) { /* (description,) of one that lies elsewhere */
+        PyObject *description = PyTuple_Size(part) == 1 ? PyTuple_GetItem(part, 0) : NULL;
+        if (!description || !PyBytes_CheckExact(description)) {
+            PyErr_SetString(PyExc_TypeError, "what stands for a part is a tuple of bytes");
+            return -1;
+        }
+        int taken = piece(to, PyBytes_AsString(description), PyBytes_Size(description), most);
+        if (taken) to->sizes[to->count - 1] |= ELSEWHERE;
+        return taken;
+    }
     if (PyBytes_CheckExact(part)) return piece(to, PyBytes_AsString(part), PyBytes_Size(part), most);
     Py_buffer view;
     if (PyObject_GetBuffer(part, &view, PyBUF_SIMPLE)) return -1;
@@ -192,11 +202,11 @@ static int has_bytes(Ring *self, uint64_t bytes) {
     return self->mine + bytes - self->theirs <= self->capacity;
 }
 
-static int put(Ring *self, const pieces *frame, uint32_t mark) { /* 0: no room */
+static int put(Ring *self, const pieces *frame) { /* 0: no room */
     uint64_t need = bytes_needed(frame), here = self->capacity - (self->mine & (self->capacity - 1));
     uint64_t skip = here < need ? here : 0;
     if (need > most_of(self) || !has_bytes(self, skip + need)) return 0;
-    struct record record = {(uint32_t)need, (uint32_t)frame->count | mark, self->after};
+    struct record record = {(uint32_t)need, (uint32_t)frame->count, self->after};
     if (skip) {
         uint32_t marker = SKIP;
         memcpy(self->data + (self->mine & (self->capacity - 1)), &marker, sizeof marker);
@@ -207,8 +217,9 @@ static int put(Ring *self, const pieces *frame, uint32_t mark) { /* 0: no room *
     memcpy(to, frame->sizes, 4 * (size_t)frame->count);
     to += 4 * frame->count;
     for (Py_ssize_t i = 0; i < frame->count; i++) {
-        memcpy(to, frame->starts[i], frame->sizes[i]);
-        to += frame->sizes[i];
+        uint32_t size = frame->sizes[i] & ~ELSEWHERE;
+        memcpy(to, frame->starts[i], size);
+        to += size;
     }
     self->mine += skip + need;
     atomic_store_explicit(&self->ring->tail, self->mine, memory_order_release);
@@ -218,16 +229,15 @@ static int put(Ring *self, const pieces *frame, uint32_t mark) { /* 0: no room *
 /* 1: pushed; 0: too large, or no room; -1: an exception is set */
 static int push_one(Ring *self, PyObject *frame) {
     pieces found;
-    int encoded = PyBytes_CheckExact(frame), result = 1;
-    Py_ssize_t count = encoded ? 1 : length_of(frame);
+    int result = 1;
+    Py_ssize_t count = length_of(frame);
     if (count < 0) {
-        PyErr_SetString(PyExc_TypeError, "a frame is a list or a tuple of buffers, or bytes");
+        PyErr_SetString(PyExc_TypeError, "a frame is a list or a tuple of buffers");
         return -1;
     }
     found.count = 0, found.total = 0;
-    for (Py_ssize_t i = 0; i < count && result == 1; i++)
-        result = piece_of(&found, encoded ? frame : item_of(frame, i), most_of(self));
-    if (result == 1) result = put(self, &found, encoded ? ENCODED : 0);
+    for (Py_ssize_t i = 0; i < count && result == 1; i++) result = piece_of(&found, item_of(frame, i), most_of(self));
+    if (result == 1) result = put(self, &found);
     release(&found);
     return result;
 }
@@ -315,7 +325,7 @@ static PyObject *protocol_error(const char *format, ...) { /* always NULL */
 
 static PyObject *session_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"ack_every_n", "ack_interval_s", "ack_at_bytes", NULL};
-    Py_ssize_t every = 1000, at_bytes = 1 << 20;
+    Py_ssize_t every = 1000, at_bytes = 4 << 20;
     double interval_s = 0.5;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|ndn", names, &every, &interval_s, &at_bytes)) return NULL;
     Session *self = new_of(type);
@@ -621,7 +631,7 @@ static int next_record(Ring *self, struct record *record, uint64_t *at) {
         memcpy((char *)record + sizeof record->size, self->data + place + sizeof record->size,
                sizeof *record - sizeof record->size);
         *at = mine;
-        return (record->parts & ~ENCODED) > MOST_PARTS ? BROKEN : record->after > self->after ? NOTHING : RECORD;
+        return record->parts > MOST_PARTS ? BROKEN : record->after > self->after ? NOTHING : RECORD;
     }
 }
 
@@ -633,9 +643,24 @@ static int something_is_there(Ring *self) {
 
 static int wants_a_look(Ring *self) { return self->is_left || something_is_there(self); }
 
+static int lies_elsewhere(const struct record *record, const char *from) { /* some part of it */
+    for (uint32_t i = 0, size; i < record->parts; i++) {
+        memcpy(&size, from + 4 * i, 4);
+        if (size & ELSEWHERE) return 1;
+    }
+    return 0;
+}
+
+/* What a description stands for, which this takes over; NULL without an exception: nobody says. */
+static PyObject *found(Ring *self, PyObject *description) {
+    PyObject *part = description && self->find ? PyObject_CallFunctionObjArgs(self->find, description, NULL) : NULL;
+    Py_XDECREF(description);
+    return part;
+}
+
 /* The parts of a record from the `first` on; NULL without an exception: their sizes are wrong */
-static PyObject *frame_of(const struct record *record, const char *from, uint32_t first) {
-    uint32_t sizes[MOST_PARTS], count = record->parts & ~ENCODED;
+static PyObject *frame_of(Ring *self, const struct record *record, const char *from, uint32_t first) {
+    uint32_t sizes[MOST_PARTS], count = record->parts;
     uint64_t left = record->size - sizeof *record;
     if (left < 4 * (uint64_t)count) return NULL;
     memcpy(sizes, from, 4 * (size_t)count);
@@ -643,46 +668,52 @@ static PyObject *frame_of(const struct record *record, const char *from, uint32_
     left -= 4 * (uint64_t)count;
     PyObject *frame = PyList_New(count - first);
     for (uint32_t i = 0; frame && i < count; i++) {
-        if (sizes[i] > left) Py_CLEAR(frame);
+        uint32_t size = sizes[i] & ~ELSEWHERE;
+        if (size > left) Py_CLEAR(frame);
         else if (i >= first) {
-            PyObject *part = PyBytes_FromStringAndSize(from, sizes[i]);
+            PyObject *part = PyBytes_FromStringAndSize(from, size);
+            if (sizes[i] & ELSEWHERE) part = found(self, part);
             if (!part || PyList_SetItem(frame, i - first, part)) Py_CLEAR(frame);
         }
-        from += sizes[i];
-        left -= sizes[i];
+        from += size;
+        left -= size;
     }
     return frame;
 }
 
-/* The next message of the session, where a record is one, and nothing is wrong with it; Python looks at all others. NULL
- * without an exception: it is none. */
-static PyObject *message_of(Ring *self, const struct record *record, const char *from, uint64_t *acknowledged) {
+/* Whether a record is the next message of the session, and nothing is wrong with it; Python looks at all others. */
+static int is_next(Ring *self, const struct record *record, const char *from) {
     Session *session = (Session *)self->session;
     uint32_t first, count = record->parts;
     uint64_t number, known;
-    if (!session || count & ENCODED || !count || record->size < sizeof *record + 4 * count) return NULL;
+    if (!session || !count || record->size < sizeof *record + 4 * count) return 0;
     memcpy(&first, from, 4);
     const char *head = from + 4 * count;
     if (first != HEAD_OF_SESSION + HEAD_OF_MESSAGE || record->size - sizeof *record - 4 * count < first || head[0] != DATA)
-        return NULL;
+        return 0;
     memcpy(&number, head + 8, 8);
     memcpy(&known, head + 16, 8);
-    if (number != (self->made > session->received ? self->made : session->received) + 1 || known > session->sent) return NULL;
-    PyObject *parts = frame_of(record, from, 1);
+    return number == (self->made > session->received ? self->made : session->received) + 1 && known <= session->sent;
+}
+
+static uint64_t receiver_of(const struct record *record, const char *from) { /* its process; of one that is next */
+    uint64_t proc;
+    memcpy(&proc, from + 4 * record->parts + HEAD_OF_SESSION + 8, 8);
+    return proc;
+}
+
+static PyObject *message_of(Ring *self, const struct record *record, const char *from, uint64_t *acknowledged) { /* likewise */
+    const char *head = from + 4 * record->parts;
+    uint64_t number, known;
+    memcpy(&number, head + 8, 8);
+    memcpy(&known, head + 16, 8);
+    PyObject *parts = frame_of(self, record, from, 1);
     PyObject *message = parts ? envelope_of(self->envelope, head + HEAD_OF_SESSION, parts) : NULL;
     if (message) {
         self->made = number;
         *acknowledged = known;
     }
     return message;
-}
-
-static PyObject *decoded(Ring *self, PyObject *parts) { /* takes `parts` over; NULL without an exception, too */
-    PyObject *frame = NULL;
-    if (parts && self->decode && PyList_Size(parts) == 1)
-        frame = PyObject_CallFunctionObjArgs(self->decode, PyList_GetItem(parts, 0), NULL);
-    Py_XDECREF(parts);
-    return frame;
 }
 
 static int fall_asleep(Ring *self) { /* 0: it may not, something is there */
@@ -713,21 +744,21 @@ static PyObject *reader_pop(Ring *self, PyObject *after) {
     while (turn < TURN_BYTES || !self->attended) { /* who is not looked at must not leave anything behind */
         struct record record;
         uint64_t at;
-        int found = next_record(self, &record, &at);
-        if (found == NOTHING) {
+        int there = next_record(self, &record, &at);
+        if (there == NOTHING) {
             if (!self->attended && !fall_asleep(self)) continue;
             break;
         }
         const char *from = self->data + (at & (self->capacity - 1)) + sizeof record;
-        PyObject *frame = found == RECORD ? message_of(self, &record, from, &acknowledged) : NULL;
-        if (found == RECORD && !frame && !PyErr_Occurred()) frame = frame_of(&record, from, 0);
-        if (found == RECORD && record.parts & ENCODED) frame = decoded(self, frame);
+        PyObject *frame = NULL;
+        if (there == RECORD && is_next(self, &record, from)) frame = message_of(self, &record, from, &acknowledged);
+        else if (there == RECORD) frame = frame_of(self, &record, from, 0);
         if (!frame) {
             if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "what lies in the ring is no frame");
             break;
         }
         int failed = PyList_Append(frames, frame);
-        if (record.parts & ENCODED) turn += bytes_of(frame);
+        if (lies_elsewhere(&record, from)) turn += PyList_Check(frame) ? bytes_of(frame) : size_of((Envelope *)frame);
         Py_DECREF(frame);
         if (failed) break;
         self->mine = at + record.size;
@@ -762,8 +793,8 @@ static int queue_now(PyObject *take, Envelope *message);
 /* What `deliver_from` says: that was all; or what comes next needs a look at its link, or may only run no code of Python now. */
 enum { ALL, LEFT, LEFT_TO_CODE };
 
-/* `pop`, `accept`, a delivery and `took` for each message of the session that is there now, and next. With `calls_only`
- * no code of Python runs. -1: an exception of `take` is set */
+/* `pop`, `accept`, a delivery and `took` for each message of the session that is there now, and next; of those that lie
+ * elsewhere, as many as make a turn. With `calls_only` no code of Python runs. -1: an exception of `take` is set */
 static int deliver_from(Ring *self, PyObject *take, uint64_t proc, double now_s, int calls_only) {
     Session *session = (Session *)self->session;
     self->is_left = 0;
@@ -771,15 +802,21 @@ static int deliver_from(Ring *self, PyObject *take, uint64_t proc, double now_s,
     Py_INCREF((PyObject *)session);
     uint64_t end = atomic_load_explicit(&self->ring->tail, memory_order_acquire), at, acknowledged = 0;
     int result = ALL, delivered = 0;
+    Py_ssize_t turn = 0;
     struct record record;
-    while (end - self->mine - 1 < self->capacity && next_record(self, &record, &at) == RECORD) {
+    while (turn < TURN_BYTES && end - self->mine - 1 < self->capacity && next_record(self, &record, &at) == RECORD) {
         const char *from = self->data + (at & (self->capacity - 1)) + sizeof record;
         uint64_t made = self->made;
+        if (!is_next(self, &record, from) || receiver_of(&record, from) != proc) result = LEFT;
+        int far = result == ALL && lies_elsewhere(&record, from);
+        if (far && calls_only) result = LEFT_TO_CODE;
+        if (result != ALL) break;
         Envelope *message = (Envelope *)message_of(self, &record, from, &acknowledged);
         Py_ssize_t size = message ? size_of(message) : 0; /* whoever has it may take it apart */
+        if (far) turn += size;
         uint64_t mine = self->mine;
         self->mine = at + record.size; /* first: once it is queued, others may have the interpreter */
-        if (!message || message->dst_proc != proc) result = LEFT; /* what is wrong with it, the long way finds out, too */
+        if (!message) result = LEFT; /* what is wrong with it, the long way finds out, too */
         else if (calls_only && !queue_now(take, message)) result = LEFT_TO_CODE;
         if (result != ALL) {
             self->made = made, self->mine = mine;
@@ -828,16 +865,16 @@ static int reader_attend(Ring *self, PyObject *value, void *closure) {
     return 0;
 }
 
-static PyObject *reader_decode(Ring *self, void *closure) {
-    PyObject *decode = self->decode ? self->decode : Py_None;
-    Py_INCREF(decode);
-    return decode;
+static PyObject *reader_find(Ring *self, void *closure) {
+    PyObject *find = self->find ? self->find : Py_None;
+    Py_INCREF(find);
+    return find;
 }
 
-static int reader_decode_by(Ring *self, PyObject *value, void *closure) {
-    PyObject *old = self->decode;
+static int reader_find_by(Ring *self, PyObject *value, void *closure) {
+    PyObject *old = self->find;
     Py_XINCREF(value);
-    self->decode = value;
+    self->find = value;
     Py_XDECREF(old);
     return 0;
 }
@@ -1002,7 +1039,7 @@ static void commit(const struct message *message, struct target *to, pieces *fra
     to->kept = NULL;
     tell(session);
     frame->starts[0] = head;
-    put(to->lane->writer, frame, 0); /* there is room: see `all_have_room` */
+    put(to->lane->writer, frame); /* there is room: see `all_have_room` */
 }
 
 enum { NOT_SENT, SENT, FULL }; /* what `post` says: see monarch/compiled.py */
@@ -1802,7 +1839,7 @@ static PyGetSetDef writer_fields[] = {
 static PyGetSetDef reader_fields[] = {
     {"position", (getter)ring_position, NULL, NULL, NULL},
     {"attended", (getter)reader_attended, (setter)reader_attend, NULL, NULL},
-    {"decode", (getter)reader_decode, (setter)reader_decode_by, NULL, NULL},
+    {"find", (getter)reader_find, (setter)reader_find_by, NULL, NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 static PyType_Slot writer_slots[] = {

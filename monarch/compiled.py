@@ -36,7 +36,7 @@ __all__ = [
     "why_not",
 ]
 
-_VERSION: Final = 15
+_VERSION: Final = 16
 
 SENT: Final = 1
 FULL: Final = 2

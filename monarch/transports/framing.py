@@ -59,6 +59,9 @@ def encode(parts: Sequence[Buffer]) -> list[Buffer]:
 Describe = Callable[[Buffer], bytes | None]
 """Puts a large part where the peer can see it, and describes the place; None to leave the part in the stream."""
 
+Elsewhere = Callable[[bytes, int], Buffer]
+"""Makes a part of its description and its size. Raises RemoteProtocolError."""
+
 
 def encode_joined(frames: Iterable[Sequence[Buffer]], describe: Describe | None = None) -> list[Buffer]:
     """Frames as buffers to send: small neighbours are joined, buffers from `JOIN_BELOW_BYTES` on are left uncopied.
@@ -106,8 +109,7 @@ class FrameDecoder:
     """
 
     max_frame_bytes: int | None = None
-    elsewhere: Callable[[bytes, int], Buffer] | None = None
-    """Makes a part of its description and its size. Raises RemoteProtocolError."""
+    elsewhere: Elsewhere | None = None
     goodbye: bool = field(default=False, init=False)
     """The peer ended the stream on purpose."""
     broken: RemoteProtocolError | None = field(default=None, init=False)

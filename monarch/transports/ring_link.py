@@ -1,9 +1,9 @@
 """Links between processes of a host: small frames through rings, beside a stream for everything else.
 
 Theory of operation. Each side makes the `ring` that it reads from, and passes it on with the first byte of the
-stream. A peer that can, pushes its small frames there, and of large ones those whose encoding is small, because their
-parts lie elsewhere. What is large, or finds the ring full, goes over the stream, which slows a sender down, carries
-descriptors, wakes, and tells how the link ends.
+stream. A peer that can, pushes its small frames there, and large ones with descriptions in place of the parts that lie
+elsewhere. What is large, or finds the ring full, goes over the stream, which slows a sender down, carries descriptors,
+wakes, and tells how the link ends.
 
 ```
     writer:  push ──────────────── ring ───────────────► pop  :reader
@@ -39,7 +39,7 @@ from monarch.errors import RemoteProtocolError, TransportError
 from monarch.log import get_logger
 from monarch.transports import ring
 from monarch.transports.base import BIG_BYTES, Buffer, Frame
-from monarch.transports.framing import FrameDecoder
+from monarch.transports.framing import Describe, Elsewhere, encode_joined
 from monarch.transports.stream import StreamLink
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 log = get_logger("monarch.ring")
 
 _MARK: Final = Struct("<Q")
+_SIZE: Final = Struct("<Q")  # of a part, before its description
 _START: Final = _MARK.pack(0)
 _WITH_RING: Final = b"r"
 _WITHOUT: Final = b"-"
@@ -71,21 +72,23 @@ class Carrier(Protocol):
     def recv(self, size: int, flags: int = 0) -> bytes: ...
 
 
-def _decode(decoder: FrameDecoder, encoded: bytes) -> Frame:
-    frames = decoder.feed(encoded)
-    if len(frames) != 1 or not frames[0] or not decoder.is_between_frames:
-        raise RemoteProtocolError(f"what was to be one frame is {len(frames)}")
-    del frames[0][0]  # its place
-    return frames[0]
+def _nowhere(part: Buffer) -> None:
+    pass
+
+
+def _find(elsewhere: Elsewhere, description: bytes) -> Buffer:
+    return elsewhere(description[_SIZE.size :], *_SIZE.unpack_from(description))
 
 
 class RingLink:
     """A `Link` over a stream with a ring each way, where both sides can. See the module."""
 
-    def __init__(self, stream: StreamLink, carrier: Carrier, decoder: FrameDecoder | None = None) -> None:
-        """`decoder`: for what was encoded for the stream and went through the ring; not that of the stream."""
+    def __init__(
+        self, stream: StreamLink, carrier: Carrier, describe: Describe = _nowhere, elsewhere: Elsewhere | None = None
+    ) -> None:
+        """`describe`, `elsewhere`: for large parts that lie elsewhere; those of the stream, too."""
         self._stream, self._carrier = stream, carrier
-        self._decoder = decoder or FrameDecoder()
+        self._describe, self._elsewhere = describe, elsewhere
         self.peer = stream.peer
         self.fileno = stream.fileno
         self._fd = stream.fileno()
@@ -107,7 +110,8 @@ class RingLink:
         else:
             try:
                 fds, self.ring = ring.offer()
-                self.ring.decode = partial(_decode, self._decoder)
+                if self._elsewhere is not None:
+                    self.ring.find = partial(_find, self._elsewhere)
                 departing += fds
             except OSError as error:
                 log.info("ring.refused", peer=self.peer, error=str(error))
@@ -136,7 +140,7 @@ class RingLink:
                 return self._send(frames)
             count, sent, pushed = len(frames), 0, 0
             while sent < count and not stream.out:
-                more = writer.push(frames[sent:] if sent else frames)  # type: ignore[arg-type]
+                more = writer.push(frames[sent:] if sent else frames)
                 sent, pushed = sent + more, pushed + more
                 if sent == count or max(map(len, frames[sent]), default=0) < BIG_BYTES:
                     break  # all are out, or the ring is full
@@ -159,11 +163,14 @@ class RingLink:
             self._writer.after = self._sent
 
     def _send_large(self, writer: Writer, frame: Sequence[Buffer]) -> bool:
-        """Whether its parts lie elsewhere, and the rest fitted into the ring. The stream takes it otherwise."""
-        buffers = self._stream.encode([[self._mark(), *frame]])
-        if len(buffers) == 1 and not self._carrier.departing and writer.push([bytes(buffers[0])]):
+        """Whether its large parts lie elsewhere, and the rest fitted into the ring. The stream takes it otherwise."""
+        places = [self._describe(part) if len(part) >= BIG_BYTES else None for part in frame]
+        if not self._carrier.departing and writer.push(
+            [[part if at is None else (_SIZE.pack(len(part)) + at,) for part, at in zip(frame, places, strict=True)]]
+        ):
             return True
-        self._stream.send_encoded(buffers)
+        described = (at for part, at in zip(frame, places, strict=True) if len(part) >= BIG_BYTES)
+        self._stream.send_encoded(encode_joined([[self._mark(), *frame]], lambda _: next(described)))
         self._count_sent(1)
         return False
 

@@ -275,8 +275,8 @@ class ShmTransport:
         self._spare = self._spare or _Spare()
         sharing = _Sharing(carrier, pid, self.memory, self._spare)
         encode = partial(encode_joined, describe=sharing.lend)
-        stream_decoder, ring_decoder = (FrameDecoder(elsewhere=sharing.borrowed) for _ in range(2))
-        return RingLink(StreamLink(carrier, peer, stream_decoder, encode), carrier, ring_decoder)
+        stream = StreamLink(carrier, peer, FrameDecoder(elsewhere=sharing.borrowed), encode)
+        return RingLink(stream, carrier, sharing.lend, sharing.borrowed)
 
     def _in_forked_child(self) -> None:
         self.memory = Pool(self.memory.limit_bytes)

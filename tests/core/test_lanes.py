@@ -309,6 +309,52 @@ def test_what_is_no_message_for_this_process_is_left_where_it_is(make: Make) -> 
     assert (message.dst_proc, message.seq) == (8, 1) and frame[0][0] == FrameType.HEARTBEAT
 
 
+def push_elsewhere(way: Way, description: bytes, proc: int = 7) -> None:
+    """A call whose only part lies elsewhere, as a link sends it."""
+    message = Envelope(Kind.CALL, proc, 3, 4, 5, 6, [], Flag.SEQUENCED, 0, next(way.counter), 8)
+    (head,) = way.session.wrap(message.frame(), message.size_bytes)
+    assert way.writer.push([[head, (description,)]]) == 1
+
+
+def test_what_lies_elsewhere_is_found_once_where_its_message_is_delivered(make: Make) -> None:
+    way = make()
+    found: list[bytes] = []
+    way.reader.find = lambda description: (found.append(description), bytearray(description))[1]
+    push_elsewhere(way, b"here")
+    push_elsewhere(way, b"to be passed on", proc=8)
+    seen: list[Any] = []
+
+    assert not way.deliver(seen.append)
+    assert [message.parts for message in seen] == [[bytearray(b"here")]] and found == [b"here"]
+    (message,) = way.reader.pop(0)
+    assert message.dst_proc == 8 and found == [b"here", b"to be passed on"]
+
+
+def test_what_cannot_be_found_is_left_to_who_tells_the_link(make: Make) -> None:
+    way = make()
+
+    def refuse(description: bytes) -> memoryview:
+        raise RemoteProtocolError("no such place")
+
+    way.reader.find = refuse
+    push_elsewhere(way, b"")
+    assert not way.deliver(pytest.fail)
+    with pytest.raises(RemoteProtocolError, match="no such place"):
+        way.reader.pop(0)
+
+
+def test_much_that_lies_elsewhere_is_delivered_in_turns(make: Make) -> None:
+    way = make()
+    way.reader.find = lambda description: memoryview(bytearray(3 << 20))
+    for _ in range(3):
+        push_elsewhere(way, b"")
+    seen: list[int] = []
+    for turn in ([0, 1], [2]):
+        way.deliver(lambda message: seen.append(message.seq))
+        assert seen == turn
+        seen.clear()
+
+
 @pytest.mark.parametrize("error", [None, ValueError])
 def test_messages_acknowledge_what_they_have_met_however_their_delivery_ends(error: Any, make: Make) -> None:
     here, there = make(), make()  # the two directions of a conversation

@@ -20,7 +20,7 @@ from monarch.core.held import NOTHING_HELD, Held, NothingHeld
 from monarch.core.spin import Spin
 from monarch.transports import ring
 from monarch.wake import Wake
-from tests.core.test_lanes import Home, Way, post
+from tests.core.test_lanes import Home, Way, post, push_elsewhere
 from tests.until import until
 
 pytestmark = pytest.mark.skipif(bool(compiled.why_not), reason=compiled.why_not or "there are rings")
@@ -281,6 +281,14 @@ def test_values_are_delivered_where_code_of_python_may_run(leader: Leader) -> No
     _is_a_value(leader)
     assert leader.lead(calls_only=False)
     assert [value.parts for value in leader.home.values] == [[b"value"]]
+
+
+def test_what_lies_elsewhere_is_found_where_code_of_python_may_run(leader: Leader) -> None:
+    leader.way.reader.find = bytearray
+    push_elsewhere(leader.way, b"there")
+    assert leader.lead() is False and not leader.home.mailbox.calls
+    assert leader.lead(calls_only=False)
+    assert [call.parts for call in leader.home.mailbox.calls] == [[bytearray(b"there")]]
 
 
 def test_values_that_were_left_are_delivered_where_code_of_python_may_run(leader: Leader) -> None:

@@ -196,9 +196,9 @@ def test_what_is_no_bell_is_refused(bell):
         b"\x05" * 64,
         struct.pack("<IIQ", 64, 33, 0),
         struct.pack("<IIQI", 64, 1, 0, 45),
-        struct.pack("<IIQII", 64, 1 << 31 | 2, 0, 1, 1),
+        struct.pack("<IIQII", 64, 2, 0, 1 << 31 | 45, 1),
     ],
-    ids=["skip", "size", "parts", "part", "encoded"],
+    ids=["skip", "size", "parts", "part", "elsewhere"],
 )
 def test_what_is_no_frame_is_refused_and_nothing_outside_is_read(garbage):
     memory = mmap.mmap(-1, 256 + 4096)
@@ -245,20 +245,28 @@ def test_a_size_that_changes_while_it_is_looked_at_is_looked_at_once():
 
 
 @compiled
-def test_what_is_encoded_is_decoded_where_it_comes_out(ends):
+def test_a_part_that_lies_elsewhere_is_found_where_it_comes_out(ends):
     writer, reader = ends
-    reader.decode = lambda encoded: [b"decoded", encoded]
-    assert writer.push([[b"a"], b"abc", b"", [b"b"]]) == 4
-    assert reader.pop(0) == [[b"a"], [b"decoded", b"abc"], [b"decoded", b""], [b"b"]]
+    reader.find = lambda description: [b"found", description]
+    assert writer.push([[b"a", (b"abc",), b"b"], ((b"",),)]) == 2
+    assert reader.pop(0) == [[b"a", [b"found", b"abc"], b"b"], [[b"found", b""]]]
 
 
 @compiled
-def test_a_pop_ends_with_some_large_frames_only_where_a_poller_looks_again(ends):
+@pytest.mark.parametrize("wrong", [(), (b"a", b"b"), (bytearray(1),), (1,)])
+def test_what_describes_no_part_is_refused(ends, wrong):
+    writer, _ = ends
+    with pytest.raises(TypeError, match="stands for a part"):
+        writer.push([[b"a", wrong]])
+    assert writer.position == 0
+
+
+@compiled
+def test_a_pop_ends_with_some_large_parts_only_where_a_poller_looks_again(ends):
     writer, reader = ends
-    large = memoryview(bytearray(3 << 20))
-    reader.decode = lambda encoded: [encoded, large]
+    reader.find = lambda description: memoryview(bytearray(3 << 20))
     for _ in range(2):
-        assert writer.push([b"%d" % n for n in range(5)]) == 5
+        assert writer.push([[b"%d" % n, (b"",)] for n in range(5)]) == 5
         reader.attended = not reader.attended
         taken = []
         while frames := reader.pop(0):
@@ -267,17 +275,17 @@ def test_a_pop_ends_with_some_large_frames_only_where_a_poller_looks_again(ends)
 
 
 @compiled
-def test_what_cannot_be_decoded_is_told_after_what_came_before(ends):
+def test_what_cannot_be_found_is_told_after_what_came_before(ends):
     writer, reader = ends
 
-    def refuse(encoded: bytes) -> list[bytes]:
-        raise RemoteProtocolError("a number that is none")
+    def refuse(description: bytes) -> bytes:
+        raise RemoteProtocolError("a place that is none")
 
-    writer.push([[b"a"], b"abc"])
+    writer.push([[b"a"], [(b"abc",)]])
     assert reader.pop(0) == [[b"a"]]
     with pytest.raises(ValueError, match="no frame"):
-        reader.pop(0)  # nobody says how
-    reader.decode = refuse
+        reader.pop(0)  # nobody says where
+    reader.find = refuse
     with pytest.raises(RemoteProtocolError, match="none"):
         reader.pop(0)
 

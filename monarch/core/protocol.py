@@ -34,8 +34,9 @@ from monarch.version import __version__
 SESSION: Final = Struct("<B7xQQ")
 WIRE_VERSION: Final = 2
 _SESSION_BYTES: Final = SESSION.size
-ACK_AT_BYTES: Final = 1 << 20
-"""A peer keeps what we have not acknowledged: large frames are acknowledged soon, whatever their number."""
+ACK_AT_BYTES: Final = 4 << 20
+"""A peer keeps what we have not acknowledged: large frames are acknowledged soon, whatever their number. Not
+each at once: an answer mostly follows, and says it, too."""
 
 
 _HELLO_TYPES: Final = {

@@ -134,8 +134,8 @@ def test_an_acknowledgement_is_due_by_number() -> None:
 
 
 def test_an_acknowledgement_is_due_by_size() -> None:
-    assert not _exchange(3, 1 << 18)[1].ack_due(100.0)
-    assert _exchange(4, 1 << 18)[1].ack_due(100.0)
+    assert not _exchange(3, 1 << 20)[1].ack_due(100.0)
+    assert _exchange(4, 1 << 20)[1].ack_due(100.0)
 
 
 def test_an_acknowledgement_is_due_by_time_and_says_when() -> None:

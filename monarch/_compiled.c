@@ -1277,10 +1277,6 @@ static void delivery_dealloc(Delivery *self) {
     free_of((PyObject *)self);
 }
 
-static PyObject *delivery_call(Delivery *self, PyObject *args, PyObject *kwargs) {
-    return PyObject_Call(self->take, args, kwargs);
-}
-
 static PyObject *at_number(PyObject *dict, uint64_t number) { /* borrowed; NULL: nothing, maybe with an exception */
     PyObject *key = PyLong_FromUnsignedLongLong(number);
     PyObject *found = key ? PyDict_GetItemWithError(dict, key) : NULL;
@@ -1329,8 +1325,15 @@ static PyObject *hand_over(PyObject *take, Envelope *message) {
             Py_DECREF(sink);
             return done;
         }
+        take = to->take;
     }
     return PyObject_CallFunctionObjArgs(take, (PyObject *)message, NULL);
+}
+
+static PyObject *delivery_call(Delivery *self, PyObject *args, PyObject *kwargs) {
+    PyObject *message = !kwargs && PyTuple_Size(args) == 1 ? PyTuple_GetItem(args, 0) : NULL;
+    if (!message || !PyObject_TypeCheck(message, EnvelopeType)) return PyObject_Call(self->take, args, kwargs);
+    return hand_over((PyObject *)self, (Envelope *)message);
 }
 
 static int queue_now(PyObject *take, Envelope *message) { /* now, where that runs no code of Python */

@@ -136,6 +136,10 @@ class Signal(_Signal):
     def clear(self) -> None:
         self.is_set = False
 
+    def forget_nudges(self) -> None:
+        """Those that came before this end no sleep from now on: an actor was busy, or new, when calls came for it."""
+        self._lock.acquire(blocking=False)
+
     def sleep(self, timeout_s: float | None) -> None:
         """Sleep until nudged; may return early. A thread whose sleeps are short looks for a while first."""
         if not self.look():
@@ -475,10 +479,11 @@ class CallerDriver:
                 self._alarm.set(None)
 
     def _follow(self, signal: Signal, left_s: float | None, held: Held | NothingHeld) -> None:
+        signal.forget_nudges()
         self._followers[signal] = None
         try:
-            if self._heir is None and not self._lead.locked():
-                return  # the leader left before it could see this follower
+            if self._heir in (None, signal) and not self._lead.locked():
+                return  # the leader left before it could see this follower, or has told it already
             if self.leads_aside or self._inherits(signal):
                 self._wake.set()
             if not signal.is_set and not held.noted:

@@ -17,7 +17,6 @@ memory. An asker reads what the handler has written behind the room for them, an
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import mmap
@@ -84,9 +83,12 @@ def name_thread(name: str) -> None:
 
 
 def _name(ident: int, name: str) -> None:
+    global _names
     if _names is not None:
-        with contextlib.suppress(ValueError):  # it is full
+        try:
             _names.write(f"{ident:#x} {' '.join(name.split())}\n".encode())  # does not let go of the interpreter
+        except ValueError:
+            _names = None  # it is full
 
 
 @define(frozen=True)

@@ -499,9 +499,10 @@ class ActorBehavior:
 
     @property
     def has_cleanup(self) -> bool:
-        with contextlib.suppress(Exception):  # of a `__getattr__` of the user's
+        try:
             return hasattr(self._actor, "__cleanup__")
-        return False
+        except Exception:  # of a `__getattr__` of the user's
+            return False
 
     def cleanup(self, down: Down) -> Coroutine[Any, Any, Down | None] | Down | None:
         handler = getattr(self._actor, "__cleanup__", None)

@@ -179,7 +179,8 @@ class Point(Mapping[str, int]):
         return Point, (self._rank, self._extent)
 
     def __repr__(self) -> str:
-        return "{" + ", ".join(f"{label!r}: {self[label]}/{size}" for label, size in self._extent.items()) + "}"
+        dims = self._extent._dims.items()
+        return "{" + ", ".join(f"{label!r}: {self._rank // step % size}/{size}" for label, (step, size) in dims) + "}"
 
 
 class _Labelled:

@@ -242,6 +242,31 @@ def test_a_follower_is_promoted_when_the_leader_leaves(caller: CallerDriver, lin
     assert links.by[-2:] == [idents["leader"], idents["follower"]]
 
 
+def test_what_woke_a_thread_before_ends_no_sleep_of_a_follower(
+    caller: CallerDriver, links: Links, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = Signal(), Signal()
+    rest = caller._rest
+    rested: list[bool] = []
+
+    def note(signal: Signal, *others: Any) -> None:
+        rested.append(signal._lock.locked())
+        rest(signal, *others)
+
+    monkeypatch.setattr(caller, "_rest", note)
+    leader = _start(lambda: caller.wait(first, _LIMIT_S))
+    _until(lambda: bool(first.pumping))
+    second.notify()  # as for an actor that is busy
+    second.clear()
+    follower = _start(lambda: caller.wait(second, _LIMIT_S))
+    _until(lambda: bool(rested))
+    links.post(second.notify)
+    links.post(first.notify)
+    _join(leader, follower)
+
+    assert rested[0]
+
+
 @pytest.fixture
 def deputy(caller: CallerDriver, monkeypatch: pytest.MonkeyPatch) -> Signal:
     """That of a thread which stands by while others lead, and is not called before the test says so."""

@@ -656,6 +656,15 @@ def test_a_call_that_is_next_goes_into_its_mailbox_as_if_it_had_been_put(make: M
     assert home.mailbox.signal.is_set
 
 
+def test_what_comes_another_way_than_through_the_ring_is_delivered_likewise(home: Home) -> None:
+    for kind in (Kind.CALL, Kind.PORT, Kind.SYSTEM):
+        home.delivery(Envelope(kind, 7, 3, 4, 5, 6, [b"", b""], Flag.SEQUENCED))
+
+    assert [call.kind for call in home.mailbox.calls] == [Kind.CALL] and home.mailbox.signal.is_set
+    assert [value.kind for value in home.values] == [Kind.PORT]
+    assert [other.kind for other in home.left] == [Kind.SYSTEM]
+
+
 def _is_stopped(home: Home) -> None:
     _stop(home.mailbox)
 

@@ -66,6 +66,20 @@ def test_from_the_second_of_a_segment_on_what_is_lent_takes_the_ring(pool, links
 
 
 @pytest.mark.skipif(bool(ring.why_not), reason=ring.why_not or "there are rings")
+def test_what_is_lent_is_lent_once_also_where_the_ring_is_full(pool, links):
+    left, right = links
+    exchange(left, right, [[b"x" * MIB]])
+    assert left.recv_nowait() == []
+    frames = [[bytes(50_000), b"%d" % at * MIB, bytes(at)] for at in range(9)]  # five of these heads fit
+    assert left.send_nowait(frames) == len(frames) and pool.statistics()["lent_slots"] == len(frames)
+    receiver = Receiver(right)
+    wait_until(lambda: (left.flush_nowait(), receiver.step()) == (True, len(frames)), left, right)
+    assert receiver.frames == frames
+    receiver.frames.clear()
+    assert pool.statistics()["lent_slots"] == 0
+
+
+@pytest.mark.skipif(bool(ring.why_not), reason=ring.why_not or "there are rings")
 def test_no_bell_gets_into_the_middle_of_a_frame(pool, links, monkeypatch):
     left, right = links
     exchange(left, right, [[b"the way is open"]])

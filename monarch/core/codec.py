@@ -109,9 +109,13 @@ def encode_call(
         Exception: what pickling raised, of unchanged type, with a note such as "argument 2 ('x')['k'][0] is a
             _thread.lock, which cannot be pickled".
     """
-    if not kwargs and _ATOMS.issuperset(map(type, args)):
-        plain: list[Buffer] = [pickle.dumps((args, kwargs), 5)]  # 0.6 us for three of them
-        return _within_limit(plain) if settings.get(_LIMIT) else plain
+    if not kwargs:
+        for value in args:  # a look at all types at once takes 0.1 us more
+            if type(value) not in _ATOMS:
+                break
+        else:
+            plain: list[Buffer] = [pickle.dumps((args, kwargs), 5)]  # 0.6 us for three of them
+            return _within_limit(plain) if settings.get(_LIMIT) else plain
     call = (args, kwargs)
     verdict = _survey(args, _MAX_DEPTH)
     if kwargs and verdict != _LARGE:

@@ -241,7 +241,7 @@ class EndpointSpec:
     concurrent: bool
     propagator: Propagator
     is_async: bool
-    arities: range  # so many positional arguments fit, and need no look at the signature
+    arities: frozenset[int]  # so many positional arguments fit, and need no look at the signature
 
     @classmethod
     def of(cls, name: str, prop: EndpointProperty[Any, Any]) -> EndpointSpec:
@@ -259,7 +259,7 @@ class EndpointSpec:
         room = _Room.of(method)
         most = room.positional - (2 if sends_itself else 1)
         simple = most >= 0 and not room.more and not room.others
-        arities = range(most - room.optional, most + 1) if simple else range(0)
+        arities = frozenset(range(most - room.optional, most + 1) if simple else ())
         is_async = inspect.iscoroutinefunction(method)
         return cls(name, method, sends_itself, concurrent, propagator, is_async, arities)
 

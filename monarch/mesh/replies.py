@@ -179,7 +179,7 @@ class OneReply(Future[R], CallSink):
 
     def __init__(self, here: Context, members: Members, rank: int = 0) -> None:
         self._rank = rank
-        self._begin(here.actor_instance.proc_runtime.driver, call=self)
+        self._begin(here.actor_instance.proc_runtime.driver, None, self)
         self._open(here, members)
 
     def _left(self) -> list[int]:
@@ -215,7 +215,7 @@ class MeshReply(Future[ValueMesh[R]], CallSink, Generic[R]):
     def __init__(self, here: Context, members: Members) -> None:
         self._outcomes: dict[int, Any] = {}  # by rank: messages; of a `SettledReply` exceptions, too
         self._size = len(members.keys)
-        self._begin(here.actor_instance.proc_runtime.driver, call=self)
+        self._begin(here.actor_instance.proc_runtime.driver, None, self)
         self._open(here, members)
         if not self._size:
             self._finish()

@@ -142,7 +142,6 @@ class SupervisedMesh(ActorMesh[A]):
         reply_port: int,
         only: int | None = None,
         chain: bytes = b"",
-        *,
         may_wait: bool = True,
     ) -> None:
         line = sender.proc_runtime.children.line(self._path)

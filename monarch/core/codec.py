@@ -48,48 +48,52 @@ _SIMPLE, _OTHER, _LARGE = range(3)
 _LIMIT: Final = "codec_max_frame_length"
 
 
-Memory = Callable[[], Allocate | None]
-"""Where the large buffers of a message are best put; None: anywhere. Asked only for a message that may have some."""
-
 MemoryFor = Callable[[Sequence[int]], Allocate | None]
-"""As `Memory`, for a message to these processes."""
+"""Where the large buffers of a message to these processes are best put; None: anywhere. Asked only for one that may have
+some."""
 
 
 def _anywhere(*_: object) -> None:
     pass
 
 
-def encode(obj: object, find_memory: Memory = _anywhere, explain: bool = True) -> list[Buffer]:
+def encode(
+    obj: object, memory_for: MemoryFor = _anywhere, keys: Sequence[int] = (), explain: bool = True
+) -> list[Buffer]:
     """`obj` as `[pickle, *buffers]`. The parts are private to the caller, and stay right when `obj` changes later.
 
     Raises:
         Exception: what pickling raised, of unchanged type, with a note that names the place inside `obj` (`explain`).
     """
-    return _within_limit(_encoded(obj, find_memory, explain))
+    return _within_limit(_encoded(obj, memory_for, keys, explain))
 
 
-def encode_last(box: list[Any], find_memory: Memory = _anywhere) -> list[Buffer]:
+def encode_last(box: list[Any], memory_for: MemoryFor = _anywhere, keys: Sequence[int] = ()) -> list[Buffer]:
     """As `encode`, of the only item of `box`, which is taken out: what nobody here needs any more. Memory that was lent
     to this process, and that nothing else shows, is passed on as it is, which costs no copy and no memory."""
     if type(box[0]) in _ATOMS:
         parts: list[Buffer] = [pickle.dumps(box.pop(), 5)]
         return _within_limit(parts) if settings.get(_LIMIT) else parts
     claims: list[tuple[int, Claim]] = []
-    parts = _encoded(box.pop(), find_memory, True, claims)  # in no variable: from here on nothing of ours holds it
+    parts = _encoded(box.pop(), memory_for, keys, True, claims)  # in no variable: from here on nothing of ours holds it
     for at, claimed in claims:
-        parts[at] = claimed.settle() or memory.copied(claimed.memory, find_memory() or memory.allocate)
+        parts[at] = claimed.settle() or memory.copied(claimed.memory, memory_for(keys) or memory.allocate)
     return _within_limit(parts)
 
 
 def _encoded(
-    obj: object, find_memory: Memory, explain: bool, claims: list[tuple[int, Claim]] | None = None
+    obj: object,
+    memory_for: MemoryFor,
+    keys: Sequence[int],
+    explain: bool,
+    claims: list[tuple[int, Claim]] | None = None,
 ) -> list[Buffer]:
     """`claims`: see `_dump`."""
     verdict = _SIMPLE if type(obj) in _ATOMS else _survey(obj, _MAX_DEPTH)
     if verdict == _SIMPLE:
         return [pickle.dumps(obj, 5)]
     try:
-        return _dump(obj, find_memory(), verdict, claims)
+        return _dump(obj, memory_for(keys), verdict, claims)
     except Exception as error:
         if explain:
             _blame(error, [("the value", obj)])

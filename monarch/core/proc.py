@@ -143,15 +143,11 @@ class Proc:
 
     def memory_for(self, keys: Sequence[int]) -> codec.Allocate | None:
         """Where large buffers of a message to those processes are best put, for the encoder; None: anywhere."""
-        if len(keys) == 1:
-            return self.memory_for_one(keys[0])
         if self._shared is None or all(map(self.gateway.peers.is_far, keys)):
             return None
+        if len(keys) == 1:
+            return self._for_one if keys[0] != self.key else None
         return self._memory_for(len(keys))
-
-    def memory_for_one(self, key: int) -> codec.Allocate | None:
-        """As `memory_for`."""
-        return None if key == self.key or self.gateway.peers.is_far(key) else self._for_one
 
     def _memory_for(self, receivers: int) -> codec.Allocate:
         shared = self._shared
@@ -187,8 +183,15 @@ class Proc:
             return
         peer = None if call.via or self.gateway.is_closed else self.gateway.peers.get(key)
         if peer is not None and peer.lane is not None:
-            head = Kind.PORT, flags, self.message_ttl, call.src_actor, call.reply_port, call.dst_proc, call.dst_actor, 0
-            sent = compiled.post(((peer, None, key, call.rank),), parts, b"", *head)
+            to, port, own, source, ttl = (
+                call.src_actor,
+                call.reply_port,
+                call.dst_proc,
+                call.dst_actor,
+                self.message_ttl,
+            )
+            lanes = ((peer, None, key, call.rank),)
+            sent = compiled.post(lanes, parts, b"", Kind.PORT, flags, ttl, to, port, own, source, 0)
             if sent == compiled.FULL:
                 self.wait_for_room((key,))
             if sent:

@@ -383,7 +383,7 @@ class ActorBehavior:
         runtime = self._instance.proc_runtime
         receiver = envelope.src_proc if envelope.reply_port else port._proc_key
         try:
-            parts = codec.encode_last(box, functools.partial(runtime.memory_for_one, receiver))
+            parts = codec.encode_last(box, runtime.memory_for, (receiver,))
         except Exception as error:
             why = exceptions.text_of(error)
             wrapped = TypeError(f"the result of type {exceptions.name_of_type(what)} cannot be sent: {why}")

@@ -10,7 +10,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 from monarch.core import codec, exceptions
@@ -67,7 +66,7 @@ class Port(Generic[T]):
         if self._port is None:
             return
         owner = self._owner if self._owner is not None else context().actor_instance
-        self._send(codec.encode(value, partial(owner.proc_runtime.memory_for_one, self._proc_key)), 0)
+        self._send(codec.encode(value, owner.proc_runtime.memory_for, (self._proc_key,)), 0)
 
     def exception(self, error: BaseException) -> None:
         """Send an exception: whoever receives gets exactly it, raised."""

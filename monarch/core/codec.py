@@ -49,7 +49,7 @@ _LIMIT: Final = "codec_max_frame_length"
 
 
 MemoryFor = Callable[[Sequence[int]], Allocate | None]
-"""Where the large buffers of a message to these processes are best put; None: anywhere. Asked only for one that may have
+"""Where the large buffers of a message to these processes are best put; None: anywhere. Asked only where there may be
 some."""
 
 

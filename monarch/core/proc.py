@@ -183,14 +183,8 @@ class Proc:
             return
         peer = None if call.via or self.gateway.is_closed else self.gateway.peers.get(key)
         if peer is not None and peer.lane is not None:
-            to, port, own, source, ttl = (
-                call.src_actor,
-                call.reply_port,
-                call.dst_proc,
-                call.dst_actor,
-                self.message_ttl,
-            )
-            lanes = ((peer, None, key, call.rank),)
+            lanes, ttl = ((peer, None, key, call.rank),), self.message_ttl
+            to, port, own, source = call.src_actor, call.reply_port, call.dst_proc, call.dst_actor
             sent = compiled.post(lanes, parts, b"", Kind.PORT, flags, ttl, to, port, own, source, 0)
             if sent == compiled.FULL:
                 self.wait_for_room((key,))

@@ -196,7 +196,7 @@ def test_large_memory_comes_from_the_allocator() -> None:
         given_out.append(memoryview(bytearray(size)))
         return given_out[-1]
 
-    parts = encode((bytearray(b"x" * LARGE), Plain(pickle.PickleBuffer(bytearray(LARGE)))), lambda: allocate)
+    parts = encode((bytearray(b"x" * LARGE), Plain(pickle.PickleBuffer(bytearray(LARGE)))), lambda keys: allocate)
     assert [id(p) for p in parts[1:]] == [id(g) for g in reversed(given_out)]
     assert arrived(parts)[0] == b"x" * LARGE
 

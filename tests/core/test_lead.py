@@ -76,12 +76,11 @@ class Leader:
         return not self.spin._short_wanted
 
     def lead_aside(self, look_s: float) -> Callable[[], Any]:
-        """On another thread, which has the lead already; returns what waits for its end, and has what came of it."""
+        """On another thread, which leads already, or looks; returns what waits for its end, and has what came of it."""
         results: list[Any] = []
         thread = threading.Thread(target=lambda: results.append(self.lead(look_s=look_s, timeout_s=WAIT_S)))
         thread.start()
-        while not self.lock.locked():
-            time.sleep(0)
+        until(lambda: self.waker.bell is not None if look_s else self.lock.locked())
 
         def end() -> Any:
             thread.join(WAIT_S / 2)

@@ -12,6 +12,7 @@ import math
 import resource
 import selectors
 import socket
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -92,6 +93,7 @@ class StreamListener:
 
     Nothing here blocks and no thread is needed: `fileno` is a selector over the socket and all newcomers, and
     `accept_nowait` moves every one of them on as far as its bytes allow. Nobody is answered before he says something.
+    Another thread may `close` it meanwhile, which waits: who was accepted by then is closed, too.
 
     At most `max_newcomers` are unfinished at a time; one more pushes one out, see `Crowd`. They are taken in about as
     fast as one stranger can come, 20 us each where he says nothing: while the queue of the kernel is full it drops
@@ -124,6 +126,7 @@ class StreamListener:
     _heirs: set[Newcomer] = field(factory=set, init=False)  # of whom nothing was heard yet
     _spare: Spare = field(factory=Spare, init=False)
     _is_closed: bool = field(default=False, init=False)
+    _lock: threading.RLock = field(factory=threading.RLock, init=False)
     _sparing: Sparing = field(factory=partial(Sparing, log), init=False)
     _fd: int = field(init=False)
 
@@ -144,27 +147,30 @@ class StreamListener:
 
     def hand_down(self) -> list[int]:
         """As `Listener.hand_down`. Our end waits for the first bytes of the heir, as long as it takes to come up."""
-        pairs = [] if self._is_closed else self._connections()
-        heirs: list[Newcomer] = []
-        try:
-            for near, _ in pairs:
-                near.setblocking(False)
-                heir = Newcomer(near, math.inf, self._heir_bytes, is_heir=True)
-                self._watch(heir)
-                heirs.append(heir)
-        except BaseException:
-            for heir in heirs:
-                self.selector.unregister(heir.fd)
-            for end in itertools.chain(*pairs):
-                end.close()
-            raise
-        self._heirs.update(heirs)
+        with self._lock:
+            pairs = [] if self._is_closed else self._connections()
+            heirs: list[Newcomer] = []
+            try:
+                for near, _ in pairs:
+                    near.setblocking(False)
+                    heir = Newcomer(near, math.inf, self._heir_bytes, is_heir=True)
+                    self._watch(heir)
+                    heirs.append(heir)
+            except BaseException:
+                for heir in heirs:
+                    self.selector.unregister(heir.fd)
+                for end in itertools.chain(*pairs):
+                    end.close()
+                raise
+            self._heirs.update(heirs)
         return [far.detach() for _, far in pairs]
 
     def accept_nowait(self) -> list[Link]:
+        with self._lock:
+            return [] if self._is_closed else self._let_in()
+
+    def _let_in(self) -> list[Link]:
         links: list[Link] = []
-        if self._is_closed:
-            return links
         for key, _ in self.selector.select(0):
             if key.fileobj is self._sock:
                 self._accept(links)
@@ -309,12 +315,13 @@ class StreamListener:
             newcomer.sock.close()
 
     def close(self) -> None:
-        if self._is_closed:
-            return
-        self._is_closed = True
-        self._on_close()
-        for newcomer in [*self._newcomers, *self._heirs]:
-            self._forget(newcomer)
-        self._sock.close()
-        self.selector.close()
-        self._spare.close()
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._on_close()
+            for newcomer in [*self._newcomers, *self._heirs]:
+                self._forget(newcomer)
+            self._sock.close()
+            self.selector.close()
+            self._spare.close()

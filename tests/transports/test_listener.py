@@ -7,6 +7,7 @@ import os
 import resource
 import select
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -66,6 +67,22 @@ def test_one_newcomer_too_many_pushes_out_the_oldest(bound):
     for s in strangers:
         s.close()
     listener.close()
+
+
+def test_who_is_accepted_while_another_thread_closes_is_closed_too(bound):
+    closers: list[threading.Thread] = []
+
+    def close_aside(sock: socket.socket) -> bool:
+        closers.append(threading.Thread(target=listener.close))
+        closers[0].start()
+        closers[0].join(0.1)  # it waits
+        return True
+
+    listener = listener_on(bound[0], is_welcome=close_aside)
+    with stranger_at(bound[1]) as stranger:
+        assert listener.accept_nowait() == []
+        closers[0].join(5)
+        assert stranger.recv(1) == b"" and listener.newcomer_count == 0 and listener.accept_nowait() == []
 
 
 @pytest.mark.parametrize(

@@ -164,7 +164,7 @@ def test_a_large_tensor_goes_straight_into_the_allocated_memory() -> None:
         np.asfortranarray(np.ones((300, 300))),
         np.ones(1 << 17)[::2],
     ]
-    parts = encode(values, lambda: allocate)
+    parts = encode(values, lambda keys: allocate)
     assert all(part is room for part, room in zip(parts[1:], rooms, strict=True))
     assert all((a == b).all() for a, b in zip(sent(values), values, strict=True))
 

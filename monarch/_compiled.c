@@ -134,8 +134,6 @@ static int is_ready(Ring *self) {
     return 0;
 }
 
-static PyObject *ring_position(Ring *self, void *closure) { return PyLong_FromUnsignedLongLong(self->mine); }
-
 /* ---- the writer */
 
 static Py_ssize_t length_of(PyObject *list) {
@@ -258,15 +256,6 @@ static PyObject *writer_push(Ring *self, PyObject *frames) {
     return PyLong_FromSsize_t(taken);
 }
 
-static PyObject *writer_after(Ring *self, void *closure) { return PyLong_FromUnsignedLongLong(self->after); }
-
-static int writer_come_after(Ring *self, PyObject *value, void *closure) {
-    uint64_t after = value ? PyLong_AsUnsignedLongLong(value) : 0;
-    if (PyErr_Occurred()) return -1;
-    self->after = after;
-    return 0;
-}
-
 static int rouse(Ring *self) { /* 1: the reader sleeps, and is to be woken by the stream */
     atomic_thread_fence(memory_order_seq_cst);
     if (atomic_load_explicit(&self->ring->asleep, memory_order_relaxed) == AWAKE) return 0;
@@ -300,7 +289,8 @@ typedef struct {
     char ack_is_timed, room_is_awaited;
 } Session;
 
-static PyTypeObject *SessionType, *LaneType, *EnvelopeType, *InboxType, *DeliveryType, *SignalType, *WakeType, *SpinType, *LeadType;
+static PyTypeObject *SessionType, *LaneType, *EnvelopeType, *InboxType, *DeliveryType;
+static PyTypeObject *SignalType, *WakeType, *SpinType, *LeadType;
 
 static void *new_of(PyTypeObject *type) { return ((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0); }
 
@@ -509,10 +499,6 @@ static PyObject *session_ack_due(Session *self, PyObject *now) {
 static PyObject *session_owes_ack(Session *self, void *closure) {
     return PyBool_FromLong(self->received != self->acknowledged);
 }
-
-static PyObject *session_sent(Session *self, void *closure) { return PyLong_FromUnsignedLongLong(self->sent); }
-static PyObject *session_received(Session *self, void *closure) { return PyLong_FromUnsignedLongLong(self->received); }
-static PyObject *session_unacked_bytes(Session *self, void *closure) { return PyLong_FromSsize_t(self->unacked_bytes); }
 
 /* ---- an envelope: see monarch/core/envelope.py, which has the same in Python */
 
@@ -808,12 +794,12 @@ static int deliver_from(Ring *self, PyObject *take, uint64_t proc, double now_s,
         const char *from = self->data + (at & (self->capacity - 1)) + sizeof record;
         uint64_t made = self->made;
         if (!is_next(self, &record, from) || receiver_of(&record, from) != proc) result = LEFT;
-        int far = result == ALL && lies_elsewhere(&record, from);
-        if (far && calls_only) result = LEFT_TO_CODE;
+        int elsewhere = result == ALL && lies_elsewhere(&record, from);
+        if (elsewhere && calls_only) result = LEFT_TO_CODE;
         if (result != ALL) break;
         Envelope *message = (Envelope *)message_of(self, &record, from, &acknowledged);
         Py_ssize_t size = message ? size_of(message) : 0; /* whoever has it may take it apart */
-        if (far) turn += size;
+        if (elsewhere) turn += size;
         uint64_t mine = self->mine;
         self->mine = at + record.size; /* first: once it is queued, others may have the interpreter */
         if (!message) result = LEFT; /* what is wrong with it, the long way finds out, too */
@@ -854,29 +840,6 @@ static PyObject *reader_deliver(Ring *self, PyObject *const *args, Py_ssize_t n)
     if (PyErr_Occurred()) return NULL;
     int result = deliver_from(self, args[0], proc, now_s, 0);
     return result < 0 ? NULL : PyBool_FromLong(result == ALL);
-}
-
-static PyObject *reader_attended(Ring *self, void *closure) { return PyBool_FromLong(self->attended); }
-
-static int reader_attend(Ring *self, PyObject *value, void *closure) {
-    int attended = value ? PyObject_IsTrue(value) : 0;
-    if (attended < 0) return -1;
-    self->attended = (char)attended;
-    return 0;
-}
-
-static PyObject *reader_find(Ring *self, void *closure) {
-    PyObject *find = self->find ? self->find : Py_None;
-    Py_INCREF(find);
-    return find;
-}
-
-static int reader_find_by(Ring *self, PyObject *value, void *closure) {
-    PyObject *old = self->find;
-    Py_XINCREF(value);
-    self->find = value;
-    Py_XDECREF(old);
-    return 0;
 }
 
 /* ---- the bell of the stream: a frame of no parts, all of it at once or nothing */
@@ -1054,7 +1017,7 @@ enum { SEQUENCED = 8, SKIP_NUMBER = 32, QUEUED_BYTES = 1024 };
 typedef struct {
     PyObject_HEAD
     PyObject *calls;    /* a deque */
-    PyObject *signal;   /* of monarch/core/driver.py, whose names are below */
+    PyObject *signal;   /* a Signal: who is to be woken */
     PyObject *message;  /* the type of what is in `calls` */
     PyObject *expected; /* a dict: (process, actor) -> the number that comes next */
     PyObject *waiting;  /* a dict of messages that came before others; of any, Python looks at what comes */
@@ -1095,7 +1058,7 @@ static void wake_dealloc(Wake *self) {
 
 static int is_a(PyObject *object, PyTypeObject *type) { /* 0: an exception is set */
     if (PyObject_TypeCheck(object, type)) return 1;
-    PyErr_SetString(PyExc_TypeError, "this is no signal that the compiled part knows");
+    PyErr_Format(PyExc_TypeError, "this is no %R", (PyObject *)type);
     return 0;
 }
 
@@ -1290,8 +1253,9 @@ static int queue_next(PyObject *actors, Envelope *message) {
     if (may_come_from(message->chain, message->dst_proc, message->dst_actor)) return 0;
     PyObject *actor = at_number(actors, message->dst_actor), *box = actor ? PyObject_GetAttr(actor, name_of_mailbox) : NULL;
     if (!box) {
-        if (!PyErr_Occurred() || PyErr_ExceptionMatches(PyExc_AttributeError)) PyErr_Clear();
-        return PyErr_Occurred() ? -1 : 0;
+        if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_AttributeError)) return -1;
+        PyErr_Clear();
+        return 0;
     }
     Inbox *to = (Inbox *)box;
     int result = PyObject_TypeCheck(box, InboxType) && to->expected && to->waiting && to->behind ? SENT : 0;
@@ -1490,9 +1454,10 @@ static PyObject *module_look(PyObject *module, PyObject *const *args, Py_ssize_t
     int found = look(&all, (int)epoll, PyByteArray_AsString(args[3]), time_s, &longest_s);
     PyObject *ready = found ? PyList_New(0) : Py_None;
     for (Py_ssize_t i = 0; i < all.count && found && ready; i++) {
-        PyObject *number = wants_a_look(all.at[i]) ? PyLong_FromSsize_t(i) : Py_None;
-        if (!number || (number != Py_None && PyList_Append(ready, number))) Py_CLEAR(ready);
-        if (number != Py_None) Py_XDECREF(number);
+        if (!wants_a_look(all.at[i])) continue;
+        PyObject *number = PyLong_FromSsize_t(i);
+        if (!number || PyList_Append(ready, number)) Py_CLEAR(ready);
+        Py_XDECREF(number);
     }
     scatter(&all);
     return ready ? Py_BuildValue(found ? "(Nd)" : "(Od)", ready, longest_s) : NULL;
@@ -1645,7 +1610,10 @@ static PyObject *lead_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
         return NULL;
     PyObject *readers = PyTuple_New(0);
     Lead *self = readers ? new_of(type) : NULL;
-    if (!self) return NULL;
+    if (!self) {
+        Py_XDECREF(readers);
+        return NULL;
+    }
     self->readers = readers, self->epoll = epoll, self->eventfd = eventfd;
     Py_INCREF(self->waker = waker);
     Py_INCREF(self->byte = byte);
@@ -1794,9 +1762,10 @@ static PyObject *lead_until(Lead *by, PyObject *const *args, Py_ssize_t n) {
     struct leading self = {.by = by, .signal = (Signal *)args[1], .calls_only = args[3] == Py_True};
     double timeout_s = PyFloat_AsDouble(args[4]);
     PyObject *take = by->take, *tuple = by->readers;
-    if (!PyErr_Occurred() && (take == Py_None || PyObject_Size(by->first) || !has_time(&self, timeout_s)) && !PyErr_Occurred())
-        Py_RETURN_NONE;
-    if (PyErr_Occurred() || !gather(&self.all, tuple)) return NULL;
+    int may_lead = !PyErr_Occurred() && take != Py_None && !PyObject_Size(by->first) && has_time(&self, timeout_s);
+    if (PyErr_Occurred()) return NULL;
+    if (!may_lead) Py_RETURN_NONE;
+    if (!gather(&self.all, tuple)) return NULL;
     Py_INCREF(take); /* others may come in their place meanwhile */
     Py_INCREF(tuple);
     Spin *spin = (Spin *)by->spin;
@@ -1834,23 +1803,23 @@ static PyMethodDef reader_methods[] = {
     {"carry", (PyCFunction)reader_carry, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
-static PyGetSetDef writer_fields[] = {
-    {"position", (getter)ring_position, NULL, NULL, NULL},
-    {"after", (getter)writer_after, (setter)writer_come_after, NULL, NULL},
-    {NULL, NULL, NULL, NULL, NULL},
+static PyMemberDef writer_fields[] = {
+    {"position", T_ULONGLONG, offsetof(Ring, mine), READONLY, NULL},
+    {"after", T_ULONGLONG, offsetof(Ring, after), 0, NULL},
+    {NULL, 0, 0, 0, NULL},
 };
-static PyGetSetDef reader_fields[] = {
-    {"position", (getter)ring_position, NULL, NULL, NULL},
-    {"attended", (getter)reader_attended, (setter)reader_attend, NULL, NULL},
-    {"find", (getter)reader_find, (setter)reader_find_by, NULL, NULL},
-    {NULL, NULL, NULL, NULL, NULL},
+static PyMemberDef reader_fields[] = {
+    {"position", T_ULONGLONG, offsetof(Ring, mine), READONLY, NULL},
+    {"attended", T_BOOL, offsetof(Ring, attended), 0, NULL},
+    {"find", T_OBJECT, offsetof(Ring, find), 0, NULL},
+    {NULL, 0, 0, 0, NULL},
 };
 static PyType_Slot writer_slots[] = {
     {Py_tp_new, PyType_GenericNew},
     {Py_tp_init, ring_init},
     {Py_tp_dealloc, ring_dealloc},
     {Py_tp_methods, writer_methods},
-    {Py_tp_getset, writer_fields},
+    {Py_tp_members, writer_fields},
     {0, NULL},
 };
 static PyType_Slot reader_slots[] = {
@@ -1858,7 +1827,7 @@ static PyType_Slot reader_slots[] = {
     {Py_tp_init, ring_init},
     {Py_tp_dealloc, ring_dealloc},
     {Py_tp_methods, reader_methods},
-    {Py_tp_getset, reader_fields},
+    {Py_tp_members, reader_fields},
     {0, NULL},
 };
 static PyType_Spec writer_spec = {"monarch._compiled.Writer", sizeof(Ring), 0, Py_TPFLAGS_DEFAULT, writer_slots};
@@ -1875,10 +1844,7 @@ static PyMethodDef session_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 static PyGetSetDef session_fields[] = {
-    {"sent", (getter)session_sent, NULL, NULL, NULL},
-    {"received", (getter)session_received, NULL, NULL, NULL},
     {"unacked", (getter)session_unacked, NULL, NULL, NULL},
-    {"unacked_bytes", (getter)session_unacked_bytes, NULL, NULL, NULL},
     {"owes_ack", (getter)session_owes_ack, NULL, NULL, NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
@@ -1923,6 +1889,9 @@ static PyType_Slot inbox_slots[] = {
     {Py_tp_traverse, inbox_traverse}, {Py_tp_clear, inbox_clear},     {0, NULL},
 };
 static PyMemberDef session_notes[] = {
+    {"sent", T_ULONGLONG, offsetof(Session, sent), READONLY, NULL},
+    {"received", T_ULONGLONG, offsetof(Session, received), READONLY, NULL},
+    {"unacked_bytes", T_PYSSIZET, offsetof(Session, unacked_bytes), READONLY, NULL},
     {"delivered", T_ULONGLONG, offsetof(Session, delivered), 0, NULL},
     {"ack_is_timed", T_BOOL, offsetof(Session, ack_is_timed), 0, NULL},
     {"room_is_awaited", T_BOOL, offsetof(Session, room_is_awaited), 0, NULL},
@@ -2038,7 +2007,7 @@ PyMODINIT_FUNC PyInit__compiled(void) {
     } types[] = {
         {&WriterType, &writer_spec}, {&ReaderType, &reader_spec}, {&SessionType, &session_spec},   {&EnvelopeType, &envelope_spec},
         {&LaneType, &lane_spec},     {&InboxType, &inbox_spec},   {&DeliveryType, &delivery_spec}, {&SignalType, &signal_spec},
-        {&WakeType, &wake_spec},     {&SpinType, &spin_spec},   {&LeadType, &lead_spec},
+        {&WakeType, &wake_spec},     {&SpinType, &spin_spec},     {&LeadType, &lead_spec},
     };
     int made = make_names() && !PyModule_AddIntConstant(module, "VERSION", VERSION);
     for (size_t i = 0; i < sizeof types / sizeof *types && made; i++) {

@@ -408,11 +408,18 @@ class ActorBehavior:
     def abandon(self, envelope: Envelope, down: Down) -> None:
         self._instance.proc_runtime.bounce(envelope, down)
 
+    def _hook(self, name: str) -> Any:
+        """A method that the user's object may have, or None."""
+        try:
+            return getattr(self._actor, name, None)
+        except Exception:  # of a `__getattr__` of the user's
+            return None
+
     # ---- supervision, undeliverable messages
 
     def supervise(self, failure: MeshFailure) -> None:
         """Something this actor owns has failed. On the actor's thread, between messages or while an endpoint waits."""
-        handler = getattr(self._actor, "__supervise__", None)
+        handler = self._hook("__supervise__")
         if handler is None or self._instance.phase is Phase.ENDED:
             self._unhandled(failure, None)
             return
@@ -457,7 +464,7 @@ class ActorBehavior:
         if error is not None:
             down = self._failed(f"{member}: __supervise__ raised", error)
         else:
-            verdict = "did not return True" if hasattr(self._actor, "__supervise__") else "is not defined"
+            verdict = "did not return True" if self._hook("__supervise__") is not None else "is not defined"
             verdict = "could not be asked any more" if self._instance.phase is Phase.ENDED else verdict
             text = (
                 f"{member} did not handle a supervision event from its child {failure.member}: __supervise__ {verdict}"
@@ -499,13 +506,10 @@ class ActorBehavior:
 
     @property
     def has_cleanup(self) -> bool:
-        try:
-            return hasattr(self._actor, "__cleanup__")
-        except Exception:  # of a `__getattr__` of the user's
-            return False
+        return self._hook("__cleanup__") is not None
 
     def cleanup(self, down: Down) -> Coroutine[Any, Any, Down | None] | Down | None:
-        handler = getattr(self._actor, "__cleanup__", None)
+        handler = self._hook("__cleanup__")
         if handler is None:
             return None
         current_context.set(Context(self._instance, self._instance.rank))

@@ -57,8 +57,14 @@ def test_an_owner_that_does_not_handle_a_failure_fails_with_it(client: TestClien
         sibling.echo.call_one(1).get(10)
 
 
-def test_an_owner_without_a_say_fails(client: TestClient) -> None:
-    owner = this_host().spawn_procs().spawn("owner", Unsupervised)
+class Odd(Unsupervised):
+    def __getattr__(self, name: str) -> Any:
+        return {}[name]
+
+
+@pytest.mark.parametrize("cls", [Unsupervised, Odd])
+def test_an_owner_without_a_say_fails(client: TestClient, cls: type[Unsupervised]) -> None:
+    owner = this_host().spawn_procs().spawn("owner", cls)
     owner.spawn.call_one("child").get(10).leave.broadcast()
 
     failure = client.expect_fault("did not handle a supervision event from its child")

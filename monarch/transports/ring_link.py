@@ -11,14 +11,14 @@ wakes, and tells how the link ends.
     writer:  send ─────────────── stream ───────────────► recv :reader
 ```
 
-- *Order.* A record in the ring says how many frames of the stream come before it; a frame that is encoded for the
-  stream begins with a part that says up to where the ring comes before it. Either waits for the other at the reader.
+- *Order.* A record in the ring says how many frames of the stream come before it; a frame of the stream begins with a
+  part that says up to where the ring comes before it. Either waits for the other at the reader.
 - *Lanes.* As long as all that was sent before is on its way, `compiled.post` pushes messages by itself (`lane`). At the
   other end the ring makes envelopes of those that are next in their session, in place of frames (`carry`).
 - *Who looks.* A poller that knows of rings looks at them itself before it sleeps, and says so (`attended`): it is woken
   by the bell of its process. For others every pop that leaves nothing behind puts the reader to sleep, and what wakes
   it is a frame of the stream without even that first part.
-- *Turns.* Where a poller looks, a pop ends once it has some MiB of what lies elsewhere, and the next one goes on.
+- *Turns.* Where a poller looks, a pop or a delivery ends with some MiB of what lies elsewhere; the next one goes on.
 - *Death.* A record is seen whole or not at all. What was pushed before the end of the stream is read before the end.
 
 Where one side has no rings, all its frames go over the stream, and so do those of the other to it.
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 log = get_logger("monarch.ring")
 
-_MARK: Final = Struct("<Q")
+_MARK: Final = Struct("<Q")  # before the parts of a frame of the stream
 _SIZE: Final = Struct("<Q")  # of a part, before its description
 _START: Final = _MARK.pack(0)
 _WITH_RING: Final = b"r"
@@ -164,13 +164,15 @@ class RingLink:
 
     def _send_large(self, writer: Writer, frame: Sequence[Buffer]) -> bool:
         """Whether its large parts lie elsewhere, and the rest fitted into the ring. The stream takes it otherwise."""
-        places = [self._describe(part) if len(part) >= BIG_BYTES else None for part in frame]
-        if not self._carrier.departing and writer.push(
-            [[part if at is None else (_SIZE.pack(len(part)) + at,) for part, at in zip(frame, places, strict=True)]]
-        ):
+        places = {at: self._describe(part) for at, part in enumerate(frame) if len(part) >= BIG_BYTES}
+        described = [
+            (_SIZE.pack(len(part)) + place,) if (place := places.get(at)) is not None else part
+            for at, part in enumerate(frame)
+        ]
+        if not self._carrier.departing and writer.push([described]):
             return True
-        described = (at for part, at in zip(frame, places, strict=True) if len(part) >= BIG_BYTES)
-        self._stream.send_encoded(encode_joined([[self._mark(), *frame]], lambda _: next(described)))
+        known = iter(places.values())  # each is asked for once, in this order
+        self._stream.send_encoded(encode_joined([[self._mark(), *frame]], lambda _: next(known)))
         self._count_sent(1)
         return False
 

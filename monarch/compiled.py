@@ -4,6 +4,8 @@
 - The numbering of sessions and the heads of messages; `core.protocol` and `core.envelope` have the same in Python.
 - Lanes: a message goes from its sender into the rings of all its receivers in one step; into the mailbox of an actor of
   the same process (`core.mailbox`), too.
+- The lead: a thread that waits delivers meanwhile what rings bring, in one step (`core.poller`). It looks at objects
+  that are in Python, too: `Signal` of `core.driver`, `Wake` of `wake`, `Spin` of `core.spin`.
 
 It is optional, and built where a C compiler is. Without it, and where the variable `MONARCH_RING` is 0, all goes by
 Python and through sockets.

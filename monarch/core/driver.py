@@ -45,23 +45,6 @@ _LOOK_S: Final = 1.0
 """The longest sleep of the main thread, and of any that leads in one step. A signal that comes between Python's last
 look at signals and the call of the system does not end that call: about one Ctrl-C in 3,000 would wait for the next
 message."""
-
-Pump = Callable[[float | None], None]
-
-
-class Lead(Protocol):
-    """See `Poller.lead_by`."""
-
-    def __call__(
-        self, lock: threading.Lock, signal: Signal, held: Held | NothingHeld, calls_only: bool, timeout_s: float, /
-    ) -> bool | None:
-        """
-        Args:
-            held: what ends the wait, too.
-            calls_only: run no code of Python meanwhile. Calls to actors need none, as a rule.
-        """
-
-
 _JOIN_LIMIT_S: Final = 5.0
 _LEAD_LIMIT_S: Final = 1.0
 """How long `stop` waits for the side thread, and for the thread that leads."""
@@ -201,6 +184,22 @@ class _Own(threading.local):
 
 _own: Final = _Own()
 _looking = 0  # threads that do, in `Signal`
+
+
+Pump = Callable[[float | None], None]
+
+
+class Lead(Protocol):
+    """See `Poller.lead_by`."""
+
+    def __call__(
+        self, lock: threading.Lock, signal: Signal, held: Held | NothingHeld, calls_only: bool, timeout_s: float, /
+    ) -> bool | None:
+        """
+        Args:
+            held: what ends the wait, too.
+            calls_only: run no code of Python meanwhile. Calls to actors need none, as a rule.
+        """
 
 
 class Driver(Protocol):

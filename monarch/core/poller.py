@@ -90,8 +90,8 @@ class Poller:
 
     def lead_by(self, take: Take, proc: int, first: Collection[object]) -> Lead:
         """How to wait until a signal is set, with a lock, if that is free, and to deliver what the rings bring, as does
-        `poll` again and again, in one step of the compiled part, which no handler of a signal interrupts. False where
-        the time is over, or there is more to do, which `poll` does. None: nothing was waited for.
+        `poll` again and again, in one step of the compiled part: handlers of signals run with the lock released. False
+        where the time is over, or there is more to do, which `poll` does. None: nothing was waited for.
 
         Args:
             take: takes the messages for the process `proc`.

@@ -63,11 +63,14 @@ def answer(thread: threading.Thread) -> None:
     if signal.getsignal(signum) not in (signal.SIG_DFL, signal.SIG_IGN):
         log.info("stacks.signal_taken", signal=name)
         return
+    file = None
     try:
         file = os.memfd_create(f"monarch-stacks-{signum}-{thread.native_id}")
         os.ftruncate(file, _NAMES_BYTES)
         _names = mmap.mmap(file, _NAMES_BYTES)
     except (AttributeError, OSError) as error:
+        if file is not None:
+            os.close(file)  # who finds it sends the signal, which would end this process
         log.info("stacks.unavailable", reason=str(error))
         return
     _file = file

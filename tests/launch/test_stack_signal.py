@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -113,6 +114,23 @@ def test_once_there_is_no_room_for_a_name_threads_do_without(monkeypatch: pytest
         written = names[:].rstrip(b"\0").decode().splitlines()
 
     assert [line.split(" ", 1)[1] for line in written] == ["one"]
+
+
+def test_a_process_that_has_no_memory_for_names_leaves_no_file_that_asks_for_the_signal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    files: list[int] = []
+
+    def refuse(file: int, *_: object) -> None:
+        files.append(file)
+        raise OSError("no memory")
+
+    monkeypatch.setattr(stack_signal, "_file", None)
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    stack_signal.answer(threading.main_thread())
+    assert stack_signal._file is None
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(files[0])
 
 
 @pytest.mark.slow

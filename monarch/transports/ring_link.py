@@ -39,7 +39,7 @@ from monarch.errors import RemoteProtocolError, TransportError
 from monarch.log import get_logger
 from monarch.transports import ring
 from monarch.transports.base import BIG_BYTES, Buffer, Frame
-from monarch.transports.framing import Describe, Elsewhere, encode_joined
+from monarch.transports.framing import DESCRIPTION_BYTES, Describe, Elsewhere, encode_joined
 from monarch.transports.stream import StreamLink
 
 if TYPE_CHECKING:
@@ -77,6 +77,8 @@ def _nowhere(part: Buffer) -> None:
 
 
 def _find(elsewhere: Elsewhere, description: bytes) -> Buffer:
+    if len(description) != _SIZE.size + DESCRIPTION_BYTES:
+        raise RemoteProtocolError(f"a description of {len(description)} bytes of what lies elsewhere")
     return elsewhere(description[_SIZE.size :], *_SIZE.unpack_from(description))
 
 

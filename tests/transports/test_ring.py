@@ -511,6 +511,17 @@ def test_garbage_in_a_ring_ends_its_link(monkeypatch):
         assert isinstance(Receiver(right).until_end(), RemoteProtocolError)
 
 
+@compiled
+@pytest.mark.parametrize("size", [0, 7, 8, 31, 33])
+def test_a_description_of_another_length_ends_its_link(size, monkeypatch):
+    with connected(SHM) as (left, right):
+        exchange(left, right, [[b"the way is open"]])
+        exchange(right, left, [[b"and back"]])
+        assert left._writer.push([[b"x", (bytes(size),)]]) == 1 and left._writer.rouse()
+        left._stream.send_empty(ring.ring_bell)
+        assert isinstance(Receiver(right).until_end(), RemoteProtocolError)
+
+
 def test_that_there_are_no_rings_is_said_once(monkeypatch, caplog):
     monkeypatch.setattr(ring, "why_not", "the test does without")
     monkeypatch.setattr(ring_link, "_unsaid", threading.Semaphore(1))

@@ -1737,9 +1737,10 @@ static int lead_with(struct leading *self, PyObject *take, PyObject *lock) {
     return released ? 1 : -1;
 }
 
-/* Whether the block that this is in is to end; -1: an exception is set */
+/* Handlers of signals may run here, and here only: the lead is free, and nothing half done. Whether one was held back, and
+ * the block that this is in is to end; -1: an exception is set */
 static int is_noted(PyObject *held) {
-    PyObject *noted = PyObject_GetAttr(held, name_of_noted);
+    PyObject *noted = PyErr_CheckSignals() ? NULL : PyObject_GetAttr(held, name_of_noted);
     Py_XDECREF(noted);
     return noted ? noted == Py_True : -1;
 }
@@ -1760,6 +1761,9 @@ static PyObject *lead_until(Lead *by, PyObject *const *args, Py_ssize_t n) {
     if (n != 5) PyErr_SetString(PyExc_TypeError, "until(lock, signal, held, calls_only, timeout_s)");
     if (n != 5 || !is_a(args[1], SignalType)) return NULL;
     struct leading self = {.by = by, .signal = (Signal *)args[1], .calls_only = args[3] == Py_True};
+    int noted = is_noted(args[2]), led; /* what came before would not end the sleep */
+    if (noted < 0) return NULL;
+    if (noted) Py_RETURN_NONE;
     double timeout_s = PyFloat_AsDouble(args[4]);
     PyObject *take = by->take, *tuple = by->readers;
     int may_lead = !PyErr_Occurred() && take != Py_None && !PyObject_Size(by->first) && has_time(&self, timeout_s);
@@ -1770,9 +1774,9 @@ static PyObject *lead_until(Lead *by, PyObject *const *args, Py_ssize_t n) {
     Py_INCREF(tuple);
     Spin *spin = (Spin *)by->spin;
     if (self.signal->looks && pays(spin)) self.look_s = spin->time_s;
-    int led = lead_with(&self, take, args[0]), noted = 0;
-    if (led > 0 && self.vain) { /* handlers of signals may run now, with the lock released; then it sleeps */
-        noted = PyErr_CheckSignals() ? -1 : is_noted(args[2]);
+    led = lead_with(&self, take, args[0]);
+    if (led > 0 && self.vain) { /* now it sleeps */
+        noted = is_noted(args[2]);
         self.look_s = 0;
         if (!noted && lead_with(&self, take, args[0]) < 0) noted = -1;
     }

@@ -170,6 +170,17 @@ def test_a_signal_that_is_held_back_ends_the_wait_after_a_look(leader: Leader) -
         signal.signal(signal.SIGALRM, old)
 
 
+def test_nobody_leads_where_a_signal_was_held_back_before(leader: Leader) -> None:
+    """Nothing would end the sleep: who is nudged is not asleep yet."""
+    old = signal.signal(signal.SIGALRM, lambda *_: None)
+    try:
+        with Held(leader.signal.nudge) as held:
+            signal.raise_signal(signal.SIGALRM)
+            assert held.noted and leader.lead(held=held) is None
+    finally:
+        signal.signal(signal.SIGALRM, old)
+
+
 def test_what_a_look_finds_for_others_is_delivered_and_then_it_sleeps(leader: Leader) -> None:
     theirs, leader.signal = leader.signal, Signal()
     end = leader.lead_aside(WAIT_S)

@@ -542,6 +542,16 @@ def test_what_is_no_mailbox_of_messages_is_refused() -> None:
     assert not mailbox.calls and not mailbox.signal.is_set
 
 
+@pytest.mark.parametrize(("of", "name"), [("mailbox", "signal"), ("signal", "wake")])
+def test_what_cannot_wake_is_refused_by_the_name_of_its_type(of: str, name: str) -> None:
+    mailbox = Mailbox(Signal())
+    setattr(mailbox if of == "mailbox" else mailbox.signal, name, object())
+
+    with pytest.raises(TypeError, match=f"no <class 'monarch._compiled.{name.capitalize()}'>"):
+        post(_here(mailbox))
+    assert not mailbox.calls
+
+
 def test_who_sleeps_on_the_lock_of_a_signal_is_woken_once() -> None:
     mailbox = Mailbox(Signal())
     for _ in range(2):

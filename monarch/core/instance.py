@@ -75,9 +75,13 @@ class Sender:
                 return ()
             actor = runtime.actors.get(actor_number)
             return ((actor.mailbox, None, *members[0]),) if isinstance(actor, Instance) else None
-        peers = runtime.gateway.peers
-        found = [(peers.get(key), self._counter(key, actor_number), key, rank) for key, rank in members]
-        return None if any(peer is None for peer, *_ in found) else tuple(found)
+        lanes = []
+        for key, rank in members:
+            peer = runtime.gateway.peers.get(key)
+            if peer is None:
+                return None  # as with each cast that agents pass on
+            lanes.append((peer, self._counter(key, actor_number), key, rank))
+        return tuple(lanes)
 
     def forget(self, proc_key: int, actor_number: int | None = None) -> None:
         """An actor, or all of a process, is gone: nothing more is sent there."""

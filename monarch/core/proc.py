@@ -153,7 +153,8 @@ class Proc:
         shared = self._shared
 
         def allocate(size_bytes: int) -> memoryview:
-            found = shared.allocate(size_bytes, receivers) if shared is not None else None
+            with undisturbed():  # a slot is in nobody's books between two of them
+                found = shared.allocate(size_bytes, receivers) if shared is not None else None
             return found if found is not None else memory.allocate(size_bytes)
 
         return allocate

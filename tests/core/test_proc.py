@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,6 +18,9 @@ from monarch.core.ids import ActorId
 from monarch.core.instance import Instance, Sender
 from monarch.core.monitor import Down, PeerGone
 from monarch.core.proc import Proc
+from monarch.transports import registry
+from monarch.transports.pool import Pool
+from monarch.transports.segments import Slot
 
 _DOWN = Down("failed", "it broke")
 
@@ -293,3 +297,30 @@ def test_what_the_handler_of_an_alarm_raises_is_no_failure_of_a_request(net: Net
         signal.signal(signal.SIGALRM, old)
 
     assert not waiting.bounces
+
+
+def test_what_the_handler_of_an_alarm_raises_costs_no_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    class TimeIsOver(Exception): ...
+
+    def ring(*_: object) -> None:
+        raise TimeIsOver
+
+    def reserve(slot: Slot, size_bytes: int, reserve: Callable[[Slot, int], None] = Slot.reserve) -> None:
+        signal.raise_signal(signal.SIGALRM)
+        reserve(slot, size_bytes)
+
+    pool = Pool(1 << 30)
+    monkeypatch.setattr(registry.get("shm"), "memory", pool)
+    monkeypatch.setattr(Slot, "reserve", reserve)
+    net = Net("shm")
+    old = signal.signal(signal.SIGALRM, ring)
+    try:
+        allocate = net.proc("a").memory_for((1,))
+        assert allocate is not None
+        with pytest.raises(TimeIsOver):
+            allocate(1 << 20)
+    finally:
+        signal.signal(signal.SIGALRM, old)
+        net.close()
+    held = pool.statistics()
+    assert (held["free_slots"], held["lent_slots"], held["reserved_bytes"]) == (1, 0, 1 << 20)

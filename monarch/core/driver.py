@@ -288,7 +288,7 @@ class CallerDriver:
 
     def __init__(self) -> None:
         self._stopping = False
-        self._lead = threading.Lock()
+        self._lead_lock = threading.Lock()
         self._followers: OrderedDict[Signal, None] = OrderedDict()  # the oldest first; a thousand leave in any order
         self._last_follower = 0  # identity of the thread
         self._returns = 0  # how often it has followed, one time after the other, since the leader leads
@@ -312,7 +312,7 @@ class CallerDriver:
         self._is_wanted = False  # something has waited for a pump since the last one
 
     def start(self, pump: Pump, lead: Lead, wake: Wake, name: str) -> None:
-        self._pump, self._lead_by_rings, self._wake = pump, lead, wake
+        self._pump, self._lead_until_set, self._wake = pump, lead, wake
         self.thread = threading.Thread(target=self._side, name=f"monarch-io {name}", daemon=True)
         self.thread.start()
 
@@ -362,14 +362,14 @@ class CallerDriver:
             while not signal.is_set and not held.noted:
                 left_s = None if deadline_s is None else deadline_s - time.monotonic()
                 if left_s is not None and left_s <= 0:
-                    if not self._lead.locked():
+                    if not self._lead_lock.locked():
                         self._promote()  # this thread may have been chosen to lead at the moment when its time was over
                     return False
                 if self._stopping:
                     if held is NOTHING_HELD:
                         return _sleep_until_set(signal, left_s)
                     signal.sleep(left_s)
-                elif self._heir in (None, signal) and self._lead.acquire(blocking=False):
+                elif self._heir in (None, signal) and self._lead_lock.acquire(blocking=False):
                     self._lead_until(signal, deadline_s, held)
                 else:
                     self._follow(signal, left_s, held)
@@ -403,14 +403,14 @@ class CallerDriver:
             signal.pumping = 0
             _own.leads = False
             self._led_at_s = time.monotonic()
-            self._lead.release()
+            self._lead_lock.release()
             self._go_away()
 
     def _lead_in_one_step(
         self, signal: Signal, deadline_s: float | None, held: Held | NothingHeld, *, calls_only: bool = False
     ) -> bool:
         """As `_lead_until`, by the compiled part, where nobody else wants the lead. Whether the signal is set."""
-        if self._heir is not None or self._lead.locked() or self._stopping:
+        if self._heir is not None or self._lead_lock.locked() or self._stopping:
             return False
         left_s = _LOOK_S if deadline_s is None else min(deadline_s - time.monotonic(), _LOOK_S)
         if left_s <= 0.0:
@@ -423,7 +423,7 @@ class CallerDriver:
             _own.leads = True
             if has_changed:
                 self._take_calls_back()
-            done = self._lead_by_rings(self._lead, signal, held, calls_only, left_s)
+            done = self._lead_until_set(self._lead_lock, signal, held, calls_only, left_s)
         finally:
             _own.leads = False
             if done is not None:
@@ -481,7 +481,7 @@ class CallerDriver:
         signal.forget_nudges()
         self._followers[signal] = None
         try:
-            if self._heir in (None, signal) and not self._lead.locked():
+            if self._heir in (None, signal) and not self._lead_lock.locked():
                 return  # the leader left before it could see this follower, or has told it already
             if self.leads_aside or self._inherits(signal):
                 self._wake.set()
@@ -508,7 +508,7 @@ class CallerDriver:
         finally:
             self._deputy_sleeps = False
             self._deputy.release()
-            if not self._lead.locked():  # the leader is away, and nobody keeps the watch now
+            if not self._lead_lock.locked():  # the leader is away, and nobody keeps the watch now
                 self._alert_side()
                 if signal.is_set or held.noted:
                     self._promote()
@@ -519,7 +519,7 @@ class CallerDriver:
         while True:
             on_patrol, leads = self._calls > _ALARMS, self._leads
             self._deputy_sleeps = not on_patrol
-            if not on_patrol and not self._lead.locked():
+            if not on_patrol and not self._lead_lock.locked():
                 return  # who leaves from now on calls
             if not on_patrol:
                 self._come_out()
@@ -529,7 +529,7 @@ class CallerDriver:
             is_over = signal.is_set or held.noted or self._stopping or (left_s is not None and left_s <= 0)
             if is_over or self._heir is signal or signal not in self._followers or self._calls <= _ALARMS:
                 return
-            if not self._lead.locked():
+            if not self._lead_lock.locked():
                 if now_s - self._led_at_s >= _BACK_S:
                     return
             elif self._leads == leads:
@@ -569,7 +569,7 @@ class CallerDriver:
                 self._pause_s = _TAKE_OVER_S if self._is_wanted else min(2 * self._pause_s, _LONGEST_PAUSE_S)
                 self._is_wanted = False
                 self._side_signal.sleep_at_once(self._pause_s - idle_s)
-            elif self._lead.acquire(blocking=False):
+            elif self._lead_lock.acquire(blocking=False):
                 self._pause_s = _TAKE_OVER_S
                 self.leads_aside = True
                 try:
@@ -578,7 +578,7 @@ class CallerDriver:
                 finally:
                     self.leads_aside = False
                     self._led_at_s = time.monotonic()
-                    self._lead.release()
+                    self._lead_lock.release()
                     self._promote()
             elif seen != self._leads:
                 seen = self._leads
@@ -587,7 +587,7 @@ class CallerDriver:
                 self._alarms = 0
                 self._side_rests = True
                 self._come_out()
-                if self._lead.locked() and not self._stopping:
+                if self._lead_lock.locked() and not self._stopping:
                     self._alarm.wait()
                 self._side_rests = False
 
@@ -613,7 +613,7 @@ class CallerDriver:
         if _own.leads:
             return  # called from inside the pump
         # Whoever led is out of the pump then, and nobody leads any more: what it polls may be closed now.
-        self._lead.acquire(timeout=_LEAD_LIMIT_S)
+        self._lead_lock.acquire(timeout=_LEAD_LIMIT_S)
 
 
 def make_driver(name: str) -> Driver:

@@ -419,7 +419,7 @@ def test_when_a_promoted_follower_gives_up_another_one_leads(caller: CallerDrive
     for _ in range(300):
         quitters = [_start(lambda: caller.wait(Signal(), 0.0005) and None) for _ in range(3)]
         _join(*quitters)
-    _until(caller._lead.locked)
+    _until(caller._lead_lock.locked)
     last.notify()
     _join(waiter)
 
@@ -475,7 +475,7 @@ def test_who_does_not_lead_in_the_end_leaves_the_side_thread_its_alarm(
         if how == "an interrupt":
             raise KeyboardInterrupt
 
-    caller._lead_by_rings = lead
+    caller._lead_until_set = lead
     if how == "its time is over":
         assert not caller.wait(signal, 0.0) and not caller.wait(signal, 1e-9)
     elif how == "another leads":

@@ -98,8 +98,8 @@ class HandPoller:
     def watch(self, fd: int, writable: bool) -> None:
         """A bell rings for room, too."""
 
-    def deliver_by(self, take: object, proc: int) -> None:
-        """That is for rings."""
+    def lead_by(self, take: object, proc: int, first: object) -> None:
+        """Nobody leads here."""
 
     def wake(self) -> None:
         self.world.ready[self] = None

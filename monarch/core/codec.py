@@ -23,6 +23,7 @@ import io
 import linecache
 import os
 import pickle
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from types import CodeType, CoroutineType, FunctionType
@@ -280,6 +281,8 @@ _reducers: dict[type, Reducer] = {}
 _by_reference: dict[int, object] = {}
 """Classes and functions that were found importable, by id. They are kept alive; their modules do that anyway. Saves
 cloudpickle's look-up of 1 us for each class or function in each message."""
+_SPAWNED_MAIN: Final = "__mp_main__"
+"""What `multiprocessing` calls the main script in a process that it has spawned: nobody else can import that either."""
 _by_value_modules: Any = getattr(_cloudpickle, "_PICKLE_BY_VALUE_MODULES", (None,))
 
 
@@ -333,6 +336,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined, unused-
             return reducer(obj, self.outbox)
         if kind is not FunctionType and not issubclass(kind, type):
             return NotImplemented
+        is_unseen = _SPAWNED_MAIN in sys.modules and _SPAWNED_MAIN not in _by_value_modules
+        if is_unseen and getattr(obj, "__module__", None) == _SPAWNED_MAIN:
+            cloudpickle.register_pickle_by_value(sys.modules[_SPAWNED_MAIN])
         if _by_reference.get(id(obj)) is obj and not _by_value_modules:
             return NotImplemented
         reduced = super().reducer_override(obj)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import traceback
+from types import ModuleType
 from typing import Any
 
 import cloudpickle
@@ -108,6 +109,22 @@ import sys; sys.stdout.write(encode((double, Thing))[0].hex())
     double, thing = decode([bytes.fromhex(run(code))])
     assert double(4) == 8
     assert thing.__name__ == "Thing"
+
+
+def test_the_main_script_of_a_process_that_multiprocessing_spawned_travels_by_value(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = ModuleType("__mp_main__")
+    monkeypatch.setitem(sys.modules, "__mp_main__", module)
+    exec("class Thing:\n    def get(self):\n        return 5", module.__dict__)
+    try:
+        parts = encode(vars(module)["Thing"]())
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
+    monkeypatch.delitem(sys.modules, "__mp_main__")
+
+    there = decode(parts)
+    assert there.get() == 5 and decode(encode(there)).get() == 5
 
 
 def test_modules_registered_for_pickling_by_value_are_heeded_after_a_reference_was_cached() -> None:

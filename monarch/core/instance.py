@@ -157,6 +157,7 @@ class Phase(Enum):
     ENDED = "ended"
 
 
+_BORN: Final = Phase.BORN
 _SERVING: Final = Phase.SERVING  # the look at a member of an enum takes 0.08 us
 
 
@@ -357,7 +358,7 @@ class Instance(Sender):
 
     def _serve_some(self) -> None:
         """Serve control messages and calls until there is nothing to do now; the constructor comes first."""
-        if self.phase is not _SERVING and self.phase is Phase.BORN:
+        if self.phase is _BORN:
             contextvars.copy_context().run(self._construct)
             if self.loop._ready:  # type: ignore[attr-defined]
                 return

@@ -310,9 +310,7 @@ class Instance(Sender):
     def run(self, behavior: Behavior) -> None:
         """Live. Returns when the actor has ended."""
         self._behavior = behavior
-        self.loop = loop = ActorLoop(self.signal, self.proc_runtime.driver)
-        loop.set_turn(self._serve_some)
-        loop.set_exception_handler(self._on_loop_error)
+        self.loop = ActorLoop(self.signal, self.proc_runtime.driver, self._serve_some, self._on_loop_error)
         self.thread_id = threading.get_ident()
         context = contextvars.copy_context()
         context.run(self._live)
@@ -360,7 +358,7 @@ class Instance(Sender):
         """Serve control messages and calls until there is nothing to do now; the constructor comes first."""
         if self.phase is _BORN:
             contextvars.copy_context().run(self._construct)
-            if self.loop._ready:  # type: ignore[attr-defined]
+            if self.loop.ready:
                 return
         mailbox = self.mailbox
         for _ in range(_MESSAGES_PER_TURN):
@@ -384,7 +382,7 @@ class Instance(Sender):
             if mailbox.told_full:
                 self.proc_runtime.backpressure.taken(self, envelope)
             self._serve(envelope)
-            if self.loop._ready:  # type: ignore[attr-defined]
+            if self.loop.ready:
                 return  # let asyncio have its turn
         self.signal.notify()  # there may be more; timers and descriptors that are due go first
 
@@ -523,7 +521,7 @@ class Instance(Sender):
             for task in left:
                 task.cancel()
             if left:
-                loop.set_turn(lambda: None)
+                loop.turn = lambda: None
                 loop.run_until_complete(asyncio.wait(left, timeout=1.0))
             loop.run_until_complete(loop.shutdown_asyncgens())
         except BaseException:

@@ -7,6 +7,9 @@ thousand actors, because a loop has no descriptors of its own until the user reg
 
 `start_now` runs a coroutine as a real task whose first step happens at once, so that an endpoint which never really
 waits is finished when the call returns.
+
+Most actors never ask asyncio for anything. So a loop begins as a plain one, which only takes messages; asyncio's part
+is made, and run, once somebody looks at it. It takes a seventh of what it takes to spawn an actor and to call it once.
 """
 
 from __future__ import annotations
@@ -15,9 +18,10 @@ import asyncio
 import contextvars
 import selectors
 import sys
+import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Coroutine, Mapping
+from typing import Any, Final
 
 from monarch.core.driver import Driver, Signal
 from monarch.core.held import on_main_thread
@@ -27,13 +31,13 @@ from monarch.wake import Wake
 class _MailboxSelector(selectors.BaseSelector):
     """A selector that dispatches messages while it waits. The epoll behind it is made for the first descriptor."""
 
-    def __init__(self, signal: Signal, driver: Driver) -> None:
+    def __init__(self, loop: Any, signal: Signal, driver: Driver, on_main: bool) -> None:
+        self._loop = loop  # that it is to stop, asyncio notes in a private attribute
         self._signal, self._driver = signal, driver
-        self._on_main = on_main_thread()
+        self._on_main = on_main
         self._epoll: selectors.EpollSelector | None = None
         self._wake: Wake | None = None
-        self.turn: Callable[[], None] = lambda: None
-        self.loop: Any  # of asyncio; what it has ready, and that it is to stop, is in private attributes
+        self._is_new = True
         self.deadline_s: float | None = None  # when `select` returns at the latest
 
     def _real(self) -> selectors.EpollSelector:
@@ -68,18 +72,22 @@ class _MailboxSelector(selectors.BaseSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         self.deadline_s = None if timeout is None else time.monotonic() + timeout
+        if self._is_new:
+            self._is_new = False
+            if timeout == 0:
+                return self._poll_user(0)  # what the plain loop's last message began comes before the next one
         try:
             return self._dispatch(timeout)
         finally:
-            self.loop.show()
+            self._loop.show()
 
     def _dispatch(self, timeout: float | None) -> list[tuple[selectors.SelectorKey, int]]:
         """As `select`, and may leave the loop hidden."""
-        signal, loop = self._signal, self.loop
+        signal, loop = self._signal, self._loop
         while True:
             signal.is_set = False  # `clear`, without the call
-            self.turn()
-            if loop._ready or loop._stopping or timeout == 0:
+            loop.turn()
+            if loop.ready or loop._stopping or timeout == 0:
                 return self._poll_user(0)
             left_s = None if self.deadline_s is None else self.deadline_s - time.monotonic()
             if left_s is not None and left_s <= 0:
@@ -113,27 +121,85 @@ class _MailboxSelector(selectors.BaseSelector):
             self._signal.wake = None
 
 
+_making: Final = threading.RLock()
+
+
 class ActorLoop(asyncio.SelectorEventLoop):
     """See the module. Made and run by the actor's thread.
 
     Attributes:
+        turn: dispatches what the mailbox has. Called when asyncio has nothing ready.
+        ready: what asyncio is to run next.
         may_block: whether the code that runs now may block, although it sees the loop.
         is_hidden: see `hide`.
     """
 
+    ready: Collection[Any] = ()
     may_block = False
+    is_hidden = False
+    _takes_messages = False  # as a plain loop
+    _is_begun = False  # somebody has looked at asyncio's part
+    _is_plain = True  # until that is there
 
-    def __init__(self, signal: Signal, driver: Driver) -> None:
-        self._signal = signal
-        self._mailbox_selector = selector = _MailboxSelector(signal, driver)
-        selector.loop = self
+    def __init__(
+        self,
+        signal: Signal,
+        driver: Driver,
+        turn: Callable[[], None] = lambda: None,
+        on_error: Callable[[asyncio.AbstractEventLoop, dict[str, Any]], object] | None = None,
+    ) -> None:
+        self._signal, self._driver = signal, driver
+        self.turn, self._on_error = turn, on_error
+        self._on_main = on_main_thread()
         self._captured: list[asyncio.Handle] | None = None
-        self.is_hidden = False
-        super().__init__(self._mailbox_selector)
 
-    def set_turn(self, turn: Callable[[], None]) -> None:
-        """`turn` is called when asyncio has nothing ready; it dispatches what the mailbox has."""
-        self._mailbox_selector.turn = turn
+    def __getattr__(self, name: str) -> Any:
+        """Of what asyncio's part has; from any thread."""
+        self._have_asyncio()
+        return object.__getattribute__(self, name)
+
+    def _have_asyncio(self) -> None:
+        with _making:
+            if self._is_begun:
+                return
+            self._is_begun = True
+            try:
+                self._mailbox_selector = _MailboxSelector(self, self._signal, self._driver, self._on_main)
+                super().__init__(self._mailbox_selector)
+                self.set_exception_handler(self._on_error)
+                self.ready = self._ready
+                self._is_plain = False
+            except BaseException:
+                self._is_begun = False
+                raise
+        self._signal.notify()  # it is to be run from now on
+
+    def run_forever(self) -> None:
+        if self._is_plain:
+            self._take_messages()
+        super().run_forever()
+
+    def _take_messages(self) -> None:
+        """Until asyncio is asked for something."""
+        signal = self._signal
+        self._takes_messages = True
+        asyncio._set_running_loop(self)
+        try:
+            while self._is_plain:
+                signal.is_set = False
+                self.turn()
+                if self._is_plain:
+                    self._driver.idle(signal, None, self._on_main)
+        finally:
+            self._takes_messages = self.is_hidden = False
+            asyncio._set_running_loop(None)
+
+    def is_running(self) -> bool:
+        return self._takes_messages or super().is_running()
+
+    def stop(self) -> None:
+        self._have_asyncio()
+        super().stop()
 
     def hide(self) -> None:
         """From now on, until `show` or asyncio's next turn, no event loop seems to run in this thread: what is called
@@ -198,6 +264,8 @@ class ActorLoop(asyncio.SelectorEventLoop):
         A task schedules its first step with `call_soon` when it is made: catching that one handle and running it saves
         the turn of the loop (4 us of 14 are left). Python 3.12 has `eager_start` for it.
         """
+        if self._is_plain:  # nobody would see to what it begins: it waits for asyncio's first turn
+            return asyncio.Task(coro, loop=self, context=context)
         if sys.version_info >= (3, 12):
             return asyncio.Task(coro, loop=self, context=context, eager_start=True)
         captured: list[asyncio.Handle] = []

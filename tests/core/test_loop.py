@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import os
+import queue
 import signal as signals
 import socket
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any
 
 import pytest
@@ -50,7 +52,7 @@ def signal() -> Signal:
 @pytest.fixture
 def loop(signal: Signal) -> Iterator[ActorLoop]:
     loop = ActorLoop(signal, _NoLinks())  # type: ignore[arg-type]
-    loop.set_turn(lambda: None)
+    loop.get_debug()  # so asyncio's part of it is there
     yield loop
     loop.close()
 
@@ -73,9 +75,9 @@ def _start_in_turn(loop: ActorLoop, make: Callable[[], Coroutine[Any, Any, Any]]
             found.extend([task, task.done()])
             task.add_done_callback(lambda _: loop.stop())
 
-    loop.set_turn(turn)
+    loop.turn = turn
     loop.run_forever()
-    loop.set_turn(lambda: None)
+    loop.turn = lambda: None
     return found[0], found[1]
 
 
@@ -101,7 +103,7 @@ def test_messages_dispatched_inside_select_cost_no_turn_of_the_loop(loop: ActorL
 
     inbox: list[int] = []
     done = threading.Semaphore(0)
-    loop.set_turn(turn)
+    loop.turn = turn
 
     def send() -> None:
         for n in range(50):
@@ -146,7 +148,7 @@ def test_the_first_step_is_made_in_a_real_task_and_in_the_given_context(loop: Ac
             found[0].add_done_callback(lambda _: loop.stop())
         assert asyncio.current_task(loop) is None
 
-    loop.set_turn(turn)
+    loop.turn = turn
     loop.run_forever()
 
     assert seen == ["inside", found[0], loop, "changed"] and variable.get() == "outside"
@@ -202,7 +204,7 @@ def test_a_started_task_can_be_cancelled_while_it_waits(loop: ActorLoop) -> None
             found[0].add_done_callback(lambda _: loop.stop())
             found[0].cancel()
 
-    loop.set_turn(turn)
+    loop.turn = turn
     loop.run_forever()
     assert found[0].cancelled() and cleaned == ["cleaned"]
 
@@ -270,7 +272,7 @@ def test_a_message_is_dispatched_while_the_user_waits_for_a_descriptor(loop: Act
 
         async def wait() -> str:
             loop.add_reader(left, lambda: None)
-            loop.set_turn(turn)
+            loop.turn = turn
 
             def send() -> None:
                 inbox.append("message")
@@ -315,7 +317,7 @@ def test_subprocesses_work_also_outside_the_main_thread(signal: Signal) -> None:
 
     def live() -> None:
         loop = ActorLoop(signal, _NoLinks())  # type: ignore[arg-type]
-        loop.set_turn(lambda: None)
+        loop.turn = lambda: None
         asyncio.set_event_loop(loop)
         try:
             results.append(loop.run_until_complete(asyncio.wait_for(work(), 30)))
@@ -341,11 +343,138 @@ def test_signal_handlers_work_in_the_main_thread(loop: ActorLoop) -> None:
     assert _run(loop, wait()) == "caught"
 
 
+class _Plain:
+    """A loop that nobody has asked for asyncio, run by a thread of its own; messages are functions."""
+
+    def __init__(self) -> None:
+        self.signal = Signal()
+        self.inbox: deque[Callable[[], object]] = deque()
+        self.failed: list[dict[str, Any]] = []
+        self.loop = ActorLoop(
+            self.signal,
+            _NoLinks(),  # type: ignore[arg-type]
+            self._turn,
+            lambda _, context: self.failed.append(context),
+        )
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _turn(self) -> None:
+        while self.inbox and not self.loop.ready:
+            self.inbox.popleft()()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+        self.loop.close()
+
+    @property
+    def has_asyncio(self) -> bool:
+        return "_ready" in vars(self.loop)
+
+    def post(self, message: Callable[[], object]) -> None:
+        self.inbox.append(message)
+        self.signal.notify()
+
+    def tell(self, message: Callable[[], Any]) -> Any:
+        """What `message` returns there."""
+        answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.post(lambda: answers.put(message()))
+        return answers.get(timeout=10)
+
+    def end(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(10)
+        assert not self._thread.is_alive() and self.loop.is_closed()
+
+
+@pytest.fixture
+def plain() -> Iterator[_Plain]:
+    plain = _Plain()
+    yield plain
+    plain.end()
+
+
+def test_messages_need_no_asyncio(plain: _Plain) -> None:
+    assert [plain.tell(lambda n=n: n) for n in range(50)] == list(range(50))  # type: ignore[misc]
+    assert plain.tell(lambda: asyncio.get_running_loop()) is plain.loop
+    assert plain.tell(lambda: plain.loop.is_running())
+    assert not plain.has_asyncio
+
+
+def test_what_a_message_asks_of_asyncio_is_done_before_the_next_message(plain: _Plain) -> None:
+    order: list[str] = []
+
+    async def task() -> None:
+        order.append("task")
+
+    def message() -> None:
+        order.append("message")
+        tasks.append(plain.loop.create_task(task()))
+        assert plain.loop.is_running()
+
+    tasks: list[asyncio.Task[None]] = []
+    answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
+    plain.inbox.append(message)
+    plain.inbox.append(lambda: answers.put(order.append("next") is None))
+    plain.signal.notify()
+    assert answers.get(timeout=10) and order == ["message", "task", "next"] and plain.has_asyncio
+    assert plain.tell(lambda: asyncio.get_running_loop()) is plain.loop
+
+
+def test_any_thread_can_ask_a_plain_loop_for_asyncio_while_it_sleeps(plain: _Plain) -> None:
+    answers: queue.SimpleQueue[int] = queue.SimpleQueue()
+    plain.tell(lambda: None)
+    together = threading.Barrier(8)
+
+    def ask(n: int) -> None:
+        together.wait(10)
+        plain.loop.call_soon_threadsafe(answers.put, n)
+
+    threads = [threading.Thread(target=ask, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    assert sorted(answers.get(timeout=10) for _ in threads) == list(range(8))
+    for thread in threads:
+        thread.join(10)
+
+
+def test_a_coroutine_that_a_plain_loop_starts_has_all_of_asyncio(plain: _Plain) -> None:
+    closed: queue.SimpleQueue[bool] = queue.SimpleQueue()
+
+    async def numbers() -> AsyncIterator[int]:
+        try:
+            yield 1
+            yield 2
+        finally:
+            await asyncio.sleep(0)  # only a loop that has seen it begin can do that
+            closed.put(True)
+
+    async def work() -> None:
+        async for _ in numbers():
+            break
+
+    task = plain.tell(lambda: plain.loop.start_now(work(), contextvars.copy_context()))
+    assert closed.get(timeout=10) and isinstance(task, asyncio.Task)
+
+
+def test_a_failure_of_a_callback_is_told_where_it_was_asked_for(plain: _Plain) -> None:
+    told = threading.Event()
+
+    def fail() -> None:
+        plain.loop.call_soon(told.set)
+        raise ValueError("of the user's")
+
+    plain.tell(lambda: plain.loop.call_soon(fail))
+    assert told.wait(10)
+    assert [str(context["exception"]) for context in plain.failed] == ["of the user's"]
+
+
 def test_a_loop_has_no_descriptors_until_the_user_registers_one() -> None:
     before = _descriptors()
     loops = [ActorLoop(Signal(), _NoLinks()) for _ in range(1000)]  # type: ignore[arg-type]
     for loop in loops:
-        loop.set_turn(lambda: None)
+        loop.turn = lambda: None
         loop.run_until_complete(asyncio.sleep(0))
     assert _descriptors() <= before  # what earlier tests left may go meanwhile
     left, right = socket.socketpair()
@@ -405,7 +534,7 @@ def test_a_loop_that_a_turn_hides_stays_hidden_until_asyncio_goes_on(loop: Actor
         seen.append(asyncio._get_running_loop())
         loop.stop()
 
-    loop.set_turn(turn)
+    loop.turn = turn
     loop.run_forever()
 
     assert seen[:4] == [loop, None, None, loop]
@@ -416,10 +545,10 @@ def test_a_hidden_loop_is_shown_to_a_handler_of_its_errors(loop: ActorLoop) -> N
         loop.hide()
         raise ZeroDivisionError
 
-    loop.set_turn(turn)
+    loop.turn = turn
     with pytest.raises(ZeroDivisionError):
         loop.run_forever()
-    loop.set_turn(lambda: None)
+    loop.turn = lambda: None
 
     async def look() -> Any:
         return asyncio._get_running_loop()
@@ -432,7 +561,7 @@ def test_what_a_task_waits_for_is_completed_from_inside_the_wait_for_messages() 
     future: Future[int] = Future._pending(None)
     driver = _Answers(lambda: future._complete(lambda: 7))
     loop = ActorLoop(Signal(), driver)  # type: ignore[arg-type]
-    loop.set_turn(lambda: None)
+    loop.turn = lambda: None
 
     async def wait() -> int:
         return await future

@@ -33,6 +33,8 @@ The program ends over this. To go on after a failure of what the main program ha
 monarch.actor.unhandled_fault_hook; to catch the SupervisionError of a call is not enough. For what an actor has
 spawned, it is its __supervise__ that returns True."""
 
+_ADVICE_IN_SHORT = "to go on after one, assign a function to monarch.actor.unhandled_fault_hook"
+
 _leaving = False
 
 
@@ -115,7 +117,8 @@ class Faults:
             failure, because = untold
             now = datetime.now().isoformat(sep=" ", timespec="seconds")
             known = error is not None and _tells_of(error, failure)
-            what = f"the failure of {failure.mesh_name}, above" if known else f"{failure.report()}{because}\n{_ADVICE}"
+            above = f"the failure of {failure.mesh_name}, above; {_ADVICE_IN_SHORT}"
+            what = above if known else f"{failure.report()}{because}\n{_ADVICE}"
             host, pid = socket.gethostname(), os.getpid()
             shown += f"Unhandled monarch error on the root actor, hostname={host}, PID={pid} at time {now}: {what}\n"
         with contextlib.suppress(OSError, ValueError, AttributeError):  # it is closed: the program ends all the same

@@ -371,7 +371,8 @@ w.echo.broadcast(1)
     assert done.stderr.startswith("Traceback")
     assert done.stderr.count("w at rank 0 failed at ") == 1
     last = done.stderr.splitlines()[-1]
-    assert last.startswith("Unhandled monarch error on the root actor, ") and last.endswith(": the failure of w, above")
+    assert last.startswith("Unhandled monarch error on the root actor, ")
+    assert ": the failure of w, above; " in last and "monarch.actor.unhandled_fault_hook" in last
 
 
 def test_what_the_traceback_at_the_end_shows_is_not_told_again() -> None:

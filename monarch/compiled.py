@@ -13,6 +13,7 @@ Python and through sockets.
 Attributes:
     part: the module, or None.
     why_not: why there is none, for people; "" where there is.
+    unwanted: whether that is as the user wants it.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ __all__ = [
     "delivery",
     "part",
     "post",
+    "unwanted",
     "why_not",
 ]
 
@@ -53,15 +55,19 @@ of this process: (its mailbox, None, process, rank)."""
 
 try:
     import monarch._compiled as part
+except ModuleNotFoundError as error:
+    part = None  # type: ignore[assignment]
+    why_not = f"the compiled part of monarch is missing ({error}): there was no C compiler when it was installed"
 except ImportError as error:
     part = None  # type: ignore[assignment]
-    why_not = f"its compiled part is missing ({error}): there was no compiler when the library was installed"
+    why_not = f"the compiled part of monarch cannot be loaded: {error}"
 else:
     why_not = ""
     if getattr(part, "VERSION", 1) != _VERSION:  # of a checkout that has moved on since
         part = None  # type: ignore[assignment]
-        why_not = "its compiled part is of another version: install the library again"
-if os.environ.get("MONARCH_RING") == "0":
+        why_not = "the compiled part of monarch is of another version: install monarch again"
+unwanted = os.environ.get("MONARCH_RING") == "0"
+if unwanted:
     part, why_not = None, "MONARCH_RING is 0"  # type: ignore[assignment]
 
 

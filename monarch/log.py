@@ -103,17 +103,22 @@ def get_logger(name: str) -> Logger:
     return Logger(name)
 
 
-def show_what_was_asked_for() -> None:
-    """Honour `MONARCH_LOG`. Called once, when the runtime starts."""
-    asked = os.environ.get("MONARCH_LOG", "").upper()
+def show_what_was_asked_for(*, tell: bool = True) -> None:
+    """Honour `MONARCH_LOG`. Called once, when the runtime starts.
+
+    Args:
+        tell: warn of a value that it cannot have. The first process of a program does.
+    """
+    asked = os.environ.get("MONARCH_LOG", "")
     if not asked:
         return
     logger = logging.getLogger("monarch")
     if any(getattr(handler, "is_monarch_log", False) for handler in logger.handlers):
         return
-    level = logging.getLevelNamesMapping().get(asked)
+    level = logging.getLevelNamesMapping().get(asked.upper())
     if level is None:
-        logger.warning("MONARCH_LOG is %r; it can be debug, info, warning or error", asked)
+        if tell:
+            logger.warning("MONARCH_LOG is %r; it can be debug, info, warning or error", asked)
         return
     handler = logging.StreamHandler()
     handler.is_monarch_log = True  # type: ignore[attr-defined]

@@ -1,7 +1,8 @@
 """What every test starts from: no setting of the person who runs the tests leaks in, and hardware decides skips.
 
 `MONARCH_TRANSPORT` is let through on purpose: `MONARCH_TRANSPORT=inproc pytest` runs the suite over that transport. So
-is `MONARCH_RING`: with 0, it runs without the compiled part.
+is `MONARCH_RING`: with 0, it runs without the compiled part. Where there is none, it is 0, so that programs under test
+print no warning of that.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # a hundred interpreters would 
 sys.dont_write_bytecode = False
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell gives it to what it puts into the background
     signal.signal(signal.SIGINT, signal.default_int_handler)  # programs under test would inherit it
+if importlib.util.find_spec("monarch._compiled") is None:
+    os.environ["MONARCH_RING"] = "0"
 os.environ["MONARCH_PRELOAD"] = "none"  # else tests that import torch make it slow to start the processes of later ones
 
 # A loaded machine must not fail a property for being slow; the same examples each time where nobody looks at a failure.

@@ -86,7 +86,7 @@ def main(payload: bytes, *link: int) -> None:
     boot: Boot = pickle.loads(payload)
     sys.path += [folder for folder in boot.path if folder not in sys.path]
     settings.install(boot.config)
-    show_what_was_asked_for()
+    show_what_was_asked_for(tell=False)
     linux.end_with_this_thread(_WITHOUT_MAIN_THREAD)
     runtime = start(boot)
     stack_signal.answer(runtime.driver.thread)

@@ -18,7 +18,7 @@ from monarch.core.future import Future, tell_all_unseen
 from monarch.core.ids import ActorId, ProcId, Uid, new_number
 from monarch.core.monitor import Down
 from monarch.launch import stack_signal
-from monarch.log import get_logger, show_what_was_asked_for
+from monarch.log import get_logger
 from monarch.mesh import context as context_module
 from monarch.mesh import controllers, debug_service, program_end
 from monarch.mesh.console import Console
@@ -32,6 +32,7 @@ from monarch.mesh.network import through
 from monarch.mesh.outputs import Outputs
 from monarch.mesh.ownership import release_owned, stop_owned
 from monarch.mesh.proc_client import ProcClient
+from monarch.mesh.program_start import tell_at_start
 from monarch.mesh.starting import ProcessStarter, Starter
 from monarch.mesh.threads import ThreadStarter
 from monarch.mesh.trust import own_secret
@@ -166,7 +167,7 @@ class RootClient(ProcClient):
 
 def make() -> Context:
     """Make the client of this process. Called once, by `context()`."""
-    show_what_was_asked_for()
+    tell_at_start()
     for variable, meant in setting_table.unknown_variables().items():
         log.warning("setting.unknown", variable=variable, **({"meant": f"{meant}?"} if meant else {}))
     wanted = settings.get("default_transport")

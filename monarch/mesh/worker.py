@@ -27,7 +27,7 @@ from monarch.core.links import Links
 from monarch.core.monitor import Down
 from monarch.core.poller import Poller
 from monarch.core.protocol import Hello
-from monarch.log import get_logger, show_what_was_asked_for
+from monarch.log import get_logger
 from monarch.mesh.display import Display
 from monarch.mesh.forwarding import Forwarder
 from monarch.mesh.host import HostAgent
@@ -36,6 +36,7 @@ from monarch.mesh.lines import Parcel
 from monarch.mesh.mesh_proc import MeshProc
 from monarch.mesh.network import advertised, beside
 from monarch.mesh.outputs import Outputs
+from monarch.mesh.program_start import tell_at_start
 from monarch.mesh.starting import ProcessStarter, Running, Start
 from monarch.mesh.trust import good, shared_secret, show_certificates
 from monarch.transports import registry
@@ -256,7 +257,7 @@ def serve(address: str, *, until_eof: bool = False, secret_from_stdin: bool = Fa
     Raises:
         NoSecret, ValueError, NotViable, OSError: nobody can listen at `address`.
     """
-    show_what_was_asked_for()
+    tell_at_start(is_first=not until_eof)
     secret = good(_first_line(), "the first line of the standard input") if secret_from_stdin else None
     worker = Worker(address, secret)
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:

@@ -54,14 +54,6 @@ _WITH_RING: Final = b"r"
 _WITHOUT: Final = b"-"
 
 
-_unsaid: Final = threading.Semaphore(1)
-
-
-def _say_once(reason: str) -> None:
-    if _unsaid.acquire(blocking=False):
-        log.info("ring.left_out", reason=reason, hint="calls on this host take longer, and are the same otherwise")
-
-
 class Carrier(Protocol):
     """The socket of the stream: descriptors that are `departing` go with the next bytes, `arrived` came with some."""
 
@@ -107,9 +99,7 @@ class RingLink:
 
     def _begin(self) -> None:
         departing = self._carrier.departing
-        if ring.why_not:
-            _say_once(ring.why_not)
-        else:
+        if not ring.why_not:
             try:
                 fds, self.ring = ring.offer()
                 if self._elsewhere is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -246,10 +247,13 @@ worker.leave.broadcast()
 {after}
 """
 
+KEPT = {name: value for name, value in os.environ.items() if name == "MONARCH_RING"}
+
 
 def run(before: str = "", after: str = "", transport: str = "ipc") -> subprocess.CompletedProcess[str]:
     program = PROGRAM.format(before=before, after=after)
-    environ = {"MONARCH_TRANSPORT": transport, "PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(filter(None, sys.path))}
+    path = {"PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(filter(None, sys.path))}
+    environ = {"MONARCH_TRANSPORT": transport, **KEPT, **path}
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, env=environ)
 
 
@@ -509,7 +513,7 @@ def test_ctrl_c_twice_ends_a_program_at_once_and_quietly() -> None:
         "pid = this_host().spawn_procs().spawn('slow', Slow).pid.call_one().get()\n"
         "print(pid, flush=True)\ntime.sleep(60)\n"
     )
-    environ = {"PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(filter(None, sys.path))}
+    environ = {**KEPT, "PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(filter(None, sys.path))}
     done = subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ
     )
@@ -566,6 +570,7 @@ def test_ctrl_c_interrupts_a_get_and_ends_everything(transport: str, driver: str
     environ = {
         "MONARCH_TRANSPORT": transport,
         "MONARCH_LINK_DRIVER": driver,
+        **KEPT,
         "PATH": "/usr/bin:/bin",
         "PYTHONPATH": ":".join(filter(None, sys.path)),
     }

@@ -20,7 +20,7 @@ import pytest
 from monarch.compiled import part
 from monarch.core.poller import Poller
 from monarch.errors import LinkSevered, RemoteProtocolError
-from monarch.transports import registry, ring, ring_link
+from monarch.transports import registry, ring
 from monarch.transports.base import BIG_BYTES, Link
 from monarch.transports.ring_link import RingLink
 from monarch.transports.shm import FdSocket
@@ -520,13 +520,3 @@ def test_a_description_of_another_length_ends_its_link(size, monkeypatch):
         assert left._writer.push([[b"x", (bytes(size),)]]) == 1 and left._writer.rouse()
         left._stream.send_empty(ring.ring_bell)
         assert isinstance(Receiver(right).until_end(), RemoteProtocolError)
-
-
-def test_that_there_are_no_rings_is_said_once(monkeypatch, caplog):
-    monkeypatch.setattr(ring, "why_not", "the test does without")
-    monkeypatch.setattr(ring_link, "_unsaid", threading.Semaphore(1))
-    with caplog.at_level("INFO", "monarch"), connected(SHM):
-        pass
-    assert [record.message for record in caplog.records if "ring" in record.message] == [
-        "ring.left_out reason='the test does without' hint='calls on this host take longer, and are the same otherwise'"
-    ]

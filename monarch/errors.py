@@ -15,7 +15,8 @@ MonarchError
 ├── SupervisionError          the actor that was asked has failed or was stopped
 ├── DeadlockError             a call would wait for itself, through others: it was refused
 ├── CallCancelled             the caller gave the call up, with `Future.cancel`
-└── MeshError                 a supervisor has no child of that name
+├── MeshError                 a mesh has been stopped, is a mere reference, or has not what it was asked for
+└── JobError                  a job cannot do what it was asked for, as it stands
 ```
 
 Mistakes in arguments are Python's own errors: `UnknownDimension` is three of them.
@@ -164,7 +165,12 @@ class CallCancelled(MonarchError, CancelledError):
 
 
 class MeshError(MonarchError, RuntimeError):
-    """A mesh was asked for something that it does not have: a supervisor, for a child of a name that none has."""
+    """A mesh was asked for what it cannot do, as it stands: it has been stopped or shut down, is a reference where the
+    owner is meant, its hosts could not be attached to, or it is a supervisor without a child of that name."""
+
+
+class JobError(MonarchError, RuntimeError):
+    """A job was asked for what it cannot do, as it stands, or the scheduler behind it has refused."""
 
 
 class UnknownDimension(KeyError, TypeError, ValueError):

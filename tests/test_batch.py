@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from monarch.actor import this_host
+from monarch.errors import JobError
 from monarch.job import BatchJob, JobState, JobTrait, LocalJob, ProcessJob, SlurmJob, SSHJob, job_load, load_current_job
 from monarch.testing import TestClient, fresh_client, wait_until_gone
 from tests.mesh.actors import Worker
@@ -128,7 +129,7 @@ def test_kill_ends_the_script_also_one_that_would_go_on_and_the_workers() -> Non
     found, worker = script.told(), job._workers[0].pid
     job_load(found["file"]).kill()  # as the script sees it: it is not for the script to end it
     assert job.active
-    with pytest.raises(RuntimeError, match="do not end with a script"):
+    with pytest.raises(JobError, match="do not end with a script"):
         job.apply(client_script="train.py")
     job.kill()
     for pid in (found["pid"], worker):
@@ -172,10 +173,10 @@ def test_a_job_in_a_script_is_the_one_around_it_unless_it_asks_for_others(
         assert inside.state().hosts.initialized.get(LIMIT_S) and not inside.active
     finally:
         job.kill()
-    with pytest.raises(RuntimeError, match="has ended, or some of its hosts have"):
+    with pytest.raises(JobError, match="has ended, or some of its hosts have"):
         inside.state(cached_path=None)
     monkeypatch.delenv("MONARCH_BATCH_JOB")
-    with pytest.raises(RuntimeError, match="cannot apply the job that it runs in"):
+    with pytest.raises(JobError, match="cannot apply the job that it runs in"):
         BatchJob(job).apply()
 
 
@@ -191,12 +192,12 @@ def test_what_cannot_be_given_a_script_says_so_and_leaves_nothing(monkeypatch: p
     over_ssh = SSHJob()
     over_ssh.add_mesh("trainers", ["nowhere"])
     for job, why in (over_ssh, "over logins cannot run scripts"), (SlurmJob({"nodes": 1}, attach_to=7), "attach_to"):
-        with pytest.raises(RuntimeError, match=why):
+        with pytest.raises(JobError, match=why):
             job.apply(client_script="train.py")
         assert not job.active
     assert os.listdir() == ["train.py"]
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(RuntimeError, match="sbatch is not installed"):
+    with pytest.raises(JobError, match="sbatch is not installed"):
         SlurmJob({"nodes": 1}).apply(client_script="train.py")
     assert os.listdir(".monarch/logs") == []
 

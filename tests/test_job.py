@@ -16,6 +16,7 @@ import pytest
 import monarch.actor
 from monarch import cli
 from monarch.actor import hosts_from_config, this_host
+from monarch.errors import JobError, MeshError
 from monarch.job import (
     JobTrait,
     LocalJob,
@@ -93,7 +94,7 @@ def test_a_job_that_is_active_starts_no_other_workers() -> None:
     finally:
         job.kill()
     job.state(cached_path=None)
-    with pytest.raises(RuntimeError, match=r"end with this program: kill\(\) it first"):
+    with pytest.raises(JobError, match=r"end with this program: kill\(\) it first"):
         job.apply()
     job.kill()
     assert not job.active
@@ -134,7 +135,7 @@ def test_workers_end_with_the_program_that_has_no_cache(tmp_path: Path) -> None:
 def test_a_worker_that_ends_before_it_listens_is_not_waited_for(client: TestClient, tmp_path: Path) -> None:
     (tmp_path / "monarch.py").write_text("raise SystemExit(3)")
     job = ProcessJob({"hosts": 2}, env={"PYTHONPATH": str(tmp_path)})
-    with pytest.raises(RuntimeError, match=r"attach failed: .* ended with exit code 3 before that answered"):
+    with pytest.raises(MeshError, match=r"attach failed: .* ended with exit code 3 before that answered"):
         job.state(cached_path=None).hosts.initialized.get(LIMIT_S)
     assert not job.active
     job.kill()
@@ -145,9 +146,7 @@ def test_of_a_lasting_worker_that_ends_before_it_listens_the_last_words_are_told
 ) -> None:
     (tmp_path / "monarch.py").write_text("raise SystemExit('there is no licence')")
     job = ProcessJob({"hosts": 1}, env={"PYTHONPATH": str(tmp_path)})
-    with pytest.raises(
-        RuntimeError, match=r"ended with exit code 1 before that .*; its last words: there is no licence"
-    ):
+    with pytest.raises(MeshError, match=r"ended with exit code 1 before that .*; its last words: there is no licence"):
         job.state().hosts.initialized.get(LIMIT_S)
     job.kill()
 
@@ -156,7 +155,7 @@ def test_a_job_whose_workers_have_ended_starts_others(client: TestClient, tmp_pa
     broken = tmp_path / "monarch.py"
     broken.write_text("raise SystemExit(3)")
     job = ProcessJob({"hosts": 1}, env={"PYTHONPATH": str(tmp_path)})
-    with pytest.raises(RuntimeError, match="attach failed"):
+    with pytest.raises(MeshError, match="attach failed"):
         job.state(cached_path=None).hosts.initialized.get(LIMIT_S)
     broken.unlink()
     assert job.state(cached_path=None).hosts.initialized.get(LIMIT_S) and job.active
@@ -197,7 +196,7 @@ def test_an_ssh_job_starts_workers_on_the_hosts_it_logs_in_to(
     calls = (tmp_path / "calls").read_text()
     assert "-o BatchMode=yes -T user@far" in calls and f"tcp://127.0.0.1:{port}@tcp://0.0.0.0:{port}" in calls
     assert job._secret.decode() not in calls
-    with pytest.raises(RuntimeError, match="this job is active, and has its hosts"):
+    with pytest.raises(JobError, match="this job is active, and has its hosts"):
         job.add_mesh("more", ["user@farther"])
     job.kill()
     wait_until_gone(pid)
@@ -265,7 +264,7 @@ def test_without_slurm_a_slurm_job_says_so(monkeypatch: pytest.MonkeyPatch) -> N
         SlurmJob({"nodes": 1}, job_start_timeout=-1)
     monkeypatch.setenv("PATH", "/nowhere")
     job: JobTrait = SlurmJob({"nodes": 1})
-    with pytest.raises(RuntimeError, match="sbatch is not installed here"):
+    with pytest.raises(JobError, match="sbatch is not installed here"):
         job.apply()
     assert not job.active
 

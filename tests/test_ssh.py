@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from monarch.errors import MeshError
 from monarch.job import SSHJob, job_loads
 from monarch.testing import fresh_client, wait_until_gone
 from tests.mesh import netns
@@ -142,7 +143,7 @@ def test_a_host_where_no_worker_can_start_is_not_waited_for(
     job = new_job(ssh, "/nowhere/python")
     with fresh_client("auto", cleanup_timeout="1s", mesh_attach_config_timeout="300s"):
         hosts = job.state(cached_path=tmp_path / "job" if lasting else None).trainers
-        with pytest.raises(RuntimeError, match=r"attach failed: .* ended with exit code 127 before that answered"):
+        with pytest.raises(MeshError, match=r"attach failed: .* ended with exit code 127 before that answered"):
             hosts.initialized.get(LIMIT_S)
         assert not job.active
         job.kill()

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Self
 
-from monarch.errors import it_has
+from monarch.errors import JobError, it_has
 from monarch.log import get_logger
 from monarch.mesh.host_mesh import HostMesh
 
@@ -115,14 +115,14 @@ class JobTrait(ABC):
 
         Raises:
             FileNotFoundError: there is no such script.
-            RuntimeError: it has hosts whose workers end with this program, from `state` without a cache; or it is
+            JobError: it has hosts whose workers end with this program, from `state` without a cache; or it is
                 active, and a script needs hosts that end with it.
         """
         if client_script is not None:
             if not os.path.isfile(client_script):
                 raise FileNotFoundError(errno.ENOENT, "there is no such client script", client_script)
             if self.active:
-                raise RuntimeError("this job is active, and its hosts do not end with a script: kill() it first")
+                raise JobError("this job is active, and its hosts do not end with a script: kill() it first")
             self._apply(lasting=True, client_script=os.path.abspath(client_script))
         elif not self.active:
             around = self._around()
@@ -131,7 +131,7 @@ class JobTrait(ABC):
             else:
                 self._reused = around
         elif not self._lasting:
-            raise RuntimeError("this job is active, with workers that end with this program: kill() it first")
+            raise JobError("this job is active, with workers that end with this program: kill() it first")
 
     def _apply(self, *, lasting: bool, client_script: str | None = None) -> None:
         self._lasting = lasting
@@ -159,7 +159,7 @@ class JobTrait(ABC):
             cached_path: the cache; with None there is none, and the workers end with this program.
 
         Raises:
-            RuntimeError: the job that this program is the client script of has lost hosts.
+            JobError: the job that this program is the client script of has lost hosts.
         """
         if self.active:
             return self._give(self)
@@ -191,7 +191,7 @@ class JobTrait(ABC):
             return None
         found = job_load(path)
         if not found.active:
-            raise RuntimeError("the job that this script runs in has ended, or some of its hosts have")
+            raise JobError("the job that this script runs in has ended, or some of its hosts have")
         return found if found.can_run(self) else None
 
     def _cached(self, path: Path) -> JobTrait | None:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from monarch.errors import JobError
 from monarch.job.base import BATCH_VARIABLE, JobState, JobTrait
 from monarch.job.workers import Started, start
 from monarch.log import get_logger
@@ -36,7 +37,7 @@ class BatchJob(JobTrait):
         self._applied, self._lasting = job._applied, True
 
     def _create(self, client_script: str | None) -> None:
-        raise RuntimeError("this job has been applied, and has ended: a script cannot apply the job that it runs in")
+        raise JobError("this job has been applied, and has ended: a script cannot apply the job that it runs in")
 
     def _state(self) -> JobState:
         return self._job._state()

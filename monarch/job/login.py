@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from attrs import define
 
+from monarch.errors import JobError
 from monarch.job.base import JobState, JobTrait
 from monarch.job.workers import Started, attach, end_all
 from monarch.mesh import trust
@@ -46,10 +47,10 @@ class LoginJob(JobTrait):
         """A mesh of those hosts, in this order.
 
         Raises:
-            RuntimeError: this job is active, and has its hosts.
+            JobError: this job is active, and has its hosts.
         """
         if self.active:
-            raise RuntimeError(f"mesh {name!r}: this job is active, and has its hosts: kill() it first")
+            raise JobError(f"mesh {name!r}: this job is active, and has its hosts: kill() it first")
         if isinstance(hosts, str) or not hosts:
             raise ValueError(f"mesh {name!r}: hosts is {hosts!r}; it must be a list with the name of at least one host")
         self._names[name] = tuple(hosts)
@@ -60,7 +61,7 @@ class LoginJob(JobTrait):
 
     def _create(self, client_script: str | None) -> None:
         if client_script is not None:
-            raise RuntimeError(
+            raise JobError(
                 "a job over logins cannot run scripts in batch mode: its workers are held by commands on this machine. "
                 "Run the script itself on a machine that stays (with nohup, say), and call state() there"
             )

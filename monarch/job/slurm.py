@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from monarch.core import duration
+from monarch.errors import JobError
 from monarch.job.base import BATCH_VARIABLE, JobState, JobTrait
 from monarch.job.batch import LOGS, write_job
 from monarch.mesh import trust
@@ -116,7 +117,7 @@ class SlurmJob(JobTrait):
     def _create(self, client_script: str | None) -> None:
         if self._attach_to is not None:
             if client_script is not None:
-                raise RuntimeError(f"attach_to: Slurm job {self._attach_to} runs already, and takes no script any more")
+                raise JobError(f"attach_to: Slurm job {self._attach_to} runs already, and takes no script any more")
             return
         folder = Path(self._log_dir)
         folder.mkdir(parents=True, exist_ok=True)
@@ -141,7 +142,7 @@ class SlurmJob(JobTrait):
             if state == "RUNNING":
                 return _run(["scontrol", "show", "hostnames", names]).split()
             if state not in _WAITING:
-                raise RuntimeError(f"Slurm job {self._id()} does not run: its state is {state or 'not known any more'}")
+                raise JobError(f"Slurm job {self._id()} does not run: its state is {state or 'not known any more'}")
             if self._timeout_s is not None and time.monotonic() - began_s > self._timeout_s:
                 raise TimeoutError(f"Slurm job {self._id()} is {state} after {self._timeout_s:g} s (job_start_timeout)")
             time.sleep(_LOOK_S)
@@ -158,7 +159,7 @@ class SlurmJob(JobTrait):
     def _is_alive(self) -> bool:
         try:
             state = _run(["squeue", "-h", "-j", self._id(), "-o", "%T"]).strip()
-        except RuntimeError:  # a number that Slurm has forgotten
+        except JobError:  # a number that Slurm has forgotten
             return False
         return state == "RUNNING" or state in _WAITING
 
@@ -171,11 +172,11 @@ class SlurmJob(JobTrait):
 
 
 def _run(command: Sequence[str], text: str | None = None) -> str:
-    """What a command of Slurm's prints. Raises: RuntimeError, with what it complained of."""
+    """What a command of Slurm's prints. Raises: JobError, with what it complained of."""
     try:
         found = subprocess.run(command, input=text, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
     except FileNotFoundError:
-        raise RuntimeError(f"{command[0]} is not installed here: this is no node of a Slurm cluster") from None
+        raise JobError(f"{command[0]} is not installed here: this is no node of a Slurm cluster") from None
     if found.returncode:
-        raise RuntimeError(f"{shlex.join(command)} failed: {found.stderr.strip() or found.returncode}")
+        raise JobError(f"{shlex.join(command)} failed: {found.stderr.strip() or found.returncode}")
     return found.stdout

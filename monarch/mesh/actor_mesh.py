@@ -139,7 +139,7 @@ class ActorMesh(MeshView, Generic[A]):
     def initialized(self) -> Future[None]:
         """Resolves when every member is constructed.
 
-        Raises (the future): RuntimeError "error spawning actor mesh ...", when one could not be.
+        Raises (the future): SupervisionError "error spawning actor mesh ...", when one could not be.
         """
         here = context()
         owner = here.actor_instance
@@ -153,7 +153,8 @@ class ActorMesh(MeshView, Generic[A]):
             try:
                 reply.get(0)
             except SupervisionError as error:
-                raise RuntimeError(f"error spawning actor mesh {self._name!r}: {error}") from error
+                text = f"error spawning actor mesh {self._name!r}: {error}"
+                raise SupervisionError(text, failure=error.failure) from error
 
         reply._on_done(lambda: result._complete(ready))
         return result

@@ -22,6 +22,7 @@ from monarch.core.future import Future
 from monarch.core.ids import ProcId, Uid
 from monarch.core.monitor import Down, PeerGone
 from monarch.core.peer import State
+from monarch.errors import MeshError
 from monarch.log import get_logger
 from monarch.mesh.context import context
 from monarch.mesh.host_mesh import HostMesh
@@ -119,7 +120,7 @@ class Attachment:
         error = self.answer.exception(0)
         if isinstance(error, PeerGone):
             where = self.url or "an address that is not known yet"
-            return RuntimeError(f"attach failed: config push failed during attach to {where}: {error.down.reason}")
+            return MeshError(f"attach failed: config push failed during attach to {where}: {error.down.reason}")
         return error if isinstance(error, Exception) else None
 
     def leave(self, reason: str, *, shut_down: bool) -> Future[tuple[Any, ...]]:

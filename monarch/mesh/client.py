@@ -17,6 +17,7 @@ from monarch.core.envelope import Envelope
 from monarch.core.future import Future, tell_all_unseen
 from monarch.core.ids import ActorId, ProcId, Uid, new_number
 from monarch.core.monitor import Down
+from monarch.errors import MeshError
 from monarch.launch import stack_signal
 from monarch.log import get_logger
 from monarch.mesh import context as context_module
@@ -69,7 +70,7 @@ class RootClient(ProcClient):
 
     def refuse_closed(self) -> None:
         if self._shutdown is not None:
-            raise RuntimeError("the client has already been shut down (shutdown_context, or the end of the program)")
+            raise MeshError("the client has already been shut down (shutdown_context, or the end of the program)")
 
     def supervise(self, failure: MeshFailure) -> None:
         """While all is being stopped, what crashes over its last messages still counts; other ends do not."""

@@ -94,7 +94,7 @@ class Spawner(Sender):
         return CreatorInstance(self.rank, self.name, self.class_name, self.proc_mesh, self.creator)
 
     def refuse_closed(self) -> None:
-        """Raises: RuntimeError, when nothing can be spawned any more."""
+        """Raises: MeshError, when nothing can be spawned any more."""
 
     def must_hear_of(self, envelope: Envelope) -> bool:
         """Whether a message of this actor's that came back is a failure: it was surely not delivered, and the receiver

@@ -14,7 +14,7 @@ from monarch.core import settings
 from monarch.core.future import Future
 from monarch.core.ids import ProcId, Uid, new_number
 from monarch.core.monitor import PeerGone
-from monarch.errors import SupervisionError
+from monarch.errors import MeshError, SupervisionError
 from monarch.launch.bootstrap import BootstrapCommand, default_bootstrap_cmd
 from monarch.mesh.actor import Actor
 from monarch.mesh.context import ActorInstance, context
@@ -120,7 +120,8 @@ class HostMesh(MeshView):
         Raises:
             ValueError: a label is there twice, a size is not positive, or `proc_bind` has the wrong length.
             TypeError: an argument is not of its kind.
-            RuntimeError: the client has been shut down; or an actor's process imports the module that calls this.
+            MeshError: this mesh has been stopped, or the client shut down.
+            RuntimeError: an actor's process imports the module that calls this.
         """
         self._refuse_ended()
         _refuse_import()
@@ -169,7 +170,7 @@ class HostMesh(MeshView):
     def initialized(self) -> Future[bool]:
         """Resolves to True when every host has answered.
 
-        Raises (the future): RuntimeError, when a worker could not be attached to; says which, and why.
+        Raises (the future): MeshError, when a worker could not be attached to; says which, and why.
         SupervisionError, when a host is gone.
         """
         self._refuse_ended()
@@ -199,10 +200,10 @@ class HostMesh(MeshView):
         """End all processes of these hosts, and the workers that serve them, for whatever clients.
 
         Raises:
-            RuntimeError: this mesh is a reference, a view, or this host itself; or it has been shut down.
+            MeshError: this mesh is a reference, a view, or this host itself; or it has been shut down.
         """
         if self._attachments is None:
-            raise RuntimeError(
+            raise MeshError(
                 "cannot shut down `HostMesh` that is a reference instead of owned: shut down the whole mesh that was "
                 "attached to, or its job (`kill`); the client's own host ends with it: shutdown_context()"
             )
@@ -214,7 +215,7 @@ class HostMesh(MeshView):
         through it. Workers go on, and other clients with them.
 
         Raises:
-            RuntimeError: an owned mesh has been stopped or shut down.
+            MeshError: an owned mesh has been stopped or shut down.
         """
         self._refuse_ended()
         if self._attachments is not None:
@@ -255,7 +256,7 @@ class HostMesh(MeshView):
 
     def _refuse_ended(self) -> None:
         if self._root._ended is not None:
-            raise RuntimeError(f"HostMesh has already been {self._root._ended}")
+            raise MeshError(f"HostMesh has already been {self._root._ended}")
 
     async def __aenter__(self) -> Self:
         return self

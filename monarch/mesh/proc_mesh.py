@@ -13,7 +13,7 @@ from monarch.core.envelope import Envelope, Flag, Kind
 from monarch.core.future import Future
 from monarch.core.ids import ActorId, ProcId, new_number
 from monarch.core.monitor import PeerGone
-from monarch.errors import SupervisionError
+from monarch.errors import MeshError, SupervisionError
 from monarch.mesh.actor import Actor, class_of
 from monarch.mesh.actor_mesh import RESERVED, ActorMesh
 from monarch.mesh.agent import Names, Parentage
@@ -125,7 +125,7 @@ class ProcMesh(MeshView):
         Raises:
             ValueError: `Class` is no subclass of Actor, or has sync and async endpoints where that is forbidden.
             TypeError: the arguments do not fit its constructor.
-            RuntimeError: this mesh has been stopped.
+            MeshError: this mesh has been stopped, or the client shut down.
         """
         cls = spawnable(name, Class, args, kwargs)
         self._refuse_stopped()
@@ -174,7 +174,7 @@ class ProcMesh(MeshView):
 
     def _refuse_stopped(self) -> None:
         if self._owned is not None and self._owned.stopping is not None:
-            raise RuntimeError(f"`ProcMesh` has already been stopped: {self._name!r}, {self._owned.stopping}")
+            raise MeshError(f"`ProcMesh` has already been stopped: {self._name!r}, {self._owned.stopping}")
 
     @overridable
     def initialized(self) -> Future[bool]:

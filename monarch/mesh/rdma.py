@@ -14,7 +14,7 @@ from typing import Any, Final, Self
 from monarch.core import settings
 from monarch.core.future import Future
 from monarch.core.monitor import PeerGone
-from monarch.errors import NotViable
+from monarch.errors import NotViable, TransferError
 from monarch.mesh.context import context
 from monarch.onesided import ibverbs
 from monarch.onesided.chunks import owner_gone
@@ -81,12 +81,13 @@ class RDMABuffer:
 
         Raises:
             ValueError: it is empty, or not contiguous.
-            RuntimeError: it is no memory; or there is no path by which others could reach it.
+            RuntimeError: it is no memory.
+            TransferError: there is no path by which others could reach it.
         """
         memory = local(data)
         backend = get_rdma_backend()
         if backend == "none":
-            raise RuntimeError(f"no RDMA backend: {backend.reason}")
+            raise TransferError(f"no RDMA backend: {backend.reason}")
         if backend == "ibverbs" and (missing := ibverbs.why_not()):
             raise NotViable(f"rdma_path asks for ibverbs, which cannot work here: {missing}")
         instance = context().actor_instance

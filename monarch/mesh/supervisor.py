@@ -191,13 +191,13 @@ class Supervisor(Actor):
     async def start_child(self, child: Child[Any]) -> Any:
         """One more child, the youngest. Answers when it is up, with what `child` gives.
 
-        Raises (inside an ActorError): ValueError, when the name is taken or the supervisor is ending; RuntimeError,
-        when it could not be started, and then it is forgotten.
+        Raises (inside an ActorError): ValueError, when the name is taken or the supervisor is ending; MeshError, when
+        it could not be started, and then it is forgotten.
         """
         self._shell.add(child)
         down = await self._shell.settled(child.name)
         if down is not None:
-            raise RuntimeError(f"child {child.name!r} was not started: {down}")
+            raise MeshError(f"child {child.name!r} was not started: {down}")
         return self.child(child.name)
 
     @concurrent_endpoint

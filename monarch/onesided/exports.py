@@ -34,7 +34,7 @@ from typing import Any, Final
 from attrs import define, field
 
 from monarch.core.address import host_identity
-from monarch.errors import BufferDropped
+from monarch.errors import BufferDropped, TransferError
 from monarch.log import get_logger
 from monarch.onesided.local import Allocation, Local
 
@@ -167,7 +167,7 @@ class Exports:
             if self._table is not None:
                 slot = self._free_slots.pop() if self._free_slots else self._next_slot
                 if slot >= SLOTS:
-                    raise RuntimeError(
+                    raise TransferError(
                         f"this process has {len(self._exports)} buffers, and can have no more: drop some"
                     )
                 self._next_slot = max(self._next_slot, slot + 1)

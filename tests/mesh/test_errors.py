@@ -357,7 +357,7 @@ def test_a_constructor_that_raises_fails_pending_and_later_calls(
         pending.get(10)
     with pytest.raises(SupervisionError, match=r"unborn.*no such thing"):
         actors.ping.call_one().get(10)
-    with pytest.raises(RuntimeError, match=r"error spawning actor mesh.*no such thing"):
+    with pytest.raises(SupervisionError, match=r"error spawning actor mesh.*no such thing"):
         actors.initialized.get(10)
     silent("no such thing")
 

@@ -24,6 +24,7 @@ from monarch.config import configured
 from monarch.core import protocol, settings
 from monarch.core.future import Future
 from monarch.debug import ps
+from monarch.errors import MeshError
 from monarch.testing import TestClient, fresh_client, wait_until_gone
 from tests.mesh.actors import Worker
 from tests.mesh.workers import LIMIT_S, worker
@@ -89,7 +90,7 @@ def test_processes_of_hosts_are_a_mesh_like_any_other(hosts: HostMesh) -> None:
     hosts.stop().get(LIMIT_S)
     for pid in pids.values():
         wait_until_gone(pid)
-    with pytest.raises(RuntimeError, match="HostMesh has already been stopped"):
+    with pytest.raises(MeshError, match="HostMesh has already been stopped"):
         hosts.spawn_procs()
 
 
@@ -150,7 +151,7 @@ def test_what_processes_of_all_hosts_do_is_seen(hosts: HostMesh) -> None:
 
 def test_views_and_references_of_hosts_cannot_be_shut_down(hosts: HostMesh) -> None:
     for mesh in (hosts.slice(hosts=0), pickle.loads(pickle.dumps(hosts)), this_host()):
-        with pytest.raises(RuntimeError, match="cannot shut down `HostMesh` that is a reference instead of owned"):
+        with pytest.raises(MeshError, match="cannot shut down `HostMesh` that is a reference instead of owned"):
             mesh.shutdown()
 
 
@@ -184,7 +185,7 @@ def test_shutdown_ends_processes_and_workers(client: TestClient, tmp_path: Path)
         assert served.process.wait(LIMIT_S) == 0
         assert (tmp_path / "output").read_text() == f"monarch worker: listening at {served.url}\n"
         for use in (hosts.shutdown, hosts.slice, view.spawn_procs, view.stop, lambda: view.initialized):
-            with pytest.raises(RuntimeError, match="HostMesh has already been shut down"):
+            with pytest.raises(MeshError, match="HostMesh has already been shut down"):
                 use()
         with pytest.raises(SupervisionError, match="a host of the mesh is gone"):
             reference.initialized.get(LIMIT_S)
@@ -216,14 +217,14 @@ def test_an_unreachable_worker_is_named_in_time(client: TestClient) -> None:
         url = f"tcp://127.0.0.1:{unused.getsockname()[1]}"
     with configured(mesh_attach_config_timeout="300ms"):
         hosts = attach_to_workers(workers=[url])
-        with pytest.raises(RuntimeError, match=f"attach failed: config push failed during attach to {url}"):
+        with pytest.raises(MeshError, match=f"attach failed: config push failed during attach to {url}"):
             hosts.initialized.get(LIMIT_S)
 
 
 def test_an_address_that_never_comes_is_given_up(client: TestClient) -> None:
     with configured(mesh_attach_config_timeout="100ms"):
         hosts = attach_to_workers(workers=[Future._pending(None)])
-        with pytest.raises(RuntimeError, match=r"attach failed.*its address was not known in 0\.1 s"):
+        with pytest.raises(MeshError, match=r"attach failed.*its address was not known in 0\.1 s"):
             hosts.initialized.get(LIMIT_S)
 
 
@@ -234,7 +235,7 @@ def test_an_address_that_cannot_be_had_is_told_by_whoever_drives_the_links(clien
     address: Future[str] = Future._pending(None)
     hosts = attach_to_workers(workers=[address])
     address._fail(LookupError("no such worker"))
-    with pytest.raises(RuntimeError, match=r"attach failed.*LookupError: no such worker"):
+    with pytest.raises(MeshError, match=r"attach failed.*LookupError: no such worker"):
         hosts.initialized.get(LIMIT_S)
     until(lambda: told_on)
     assert "monarch-attach" not in told_on
@@ -302,7 +303,7 @@ def test_a_peer_of_another_version_is_refused_in_plain_words(
         protocol.Hello, "encode", lambda self: _with_python(encode(self), "3.7") if self.attaches else encode(self)
     )
     hosts = attach_to_workers(workers=workers[:1])
-    with pytest.raises(RuntimeError, match=r"the peer runs Python 3\.7, this process Python 3\.\d+"):
+    with pytest.raises(MeshError, match=r"the peer runs Python 3\.7, this process Python 3\.\d+"):
         hosts.initialized.get(LIMIT_S)
 
 

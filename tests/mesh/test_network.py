@@ -28,6 +28,7 @@ from monarch.actor import (
 )
 from monarch.config import configured
 from monarch.core.address import EVERYWHERE, Place
+from monarch.errors import MeshError
 from monarch.testing import TestClient, fresh_client, wait_until_gone
 from monarch.transports.url import parse
 from tests.certificates import Authority, settings_of, variables
@@ -163,7 +164,7 @@ def test_a_stranger_without_the_secret_is_turned_away(
     monkeypatch.setenv("MONARCH_SECRET", "another secret, as long as the first")
     with fresh_client("auto"), configured(mesh_attach_config_timeout="1s"):
         hosts = attach_to_workers(workers=[machines[0].url()])
-        with pytest.raises(RuntimeError, match=r"does not know this job's secret|closed the connection"):
+        with pytest.raises(MeshError, match=r"does not know this job's secret|closed the connection"):
             hosts.initialized.get(LIMIT_S)
 
 
@@ -225,7 +226,7 @@ def test_a_client_with_a_certificate_that_has_expired_hears_it(
 ) -> None:
     with fresh_client("auto", **settings_of(authority.sign("late", days=-1)), cleanup_timeout="1s"):
         hosts = attach_to_workers(workers=behind_tls[:1])
-        with pytest.raises(RuntimeError, match="does not accept our certificate: it has expired"):
+        with pytest.raises(MeshError, match="does not accept our certificate: it has expired"):
             hosts.initialized.get(LIMIT_S)
 
 

@@ -15,6 +15,7 @@ from attrs import define
 from monarch import rdma
 from monarch.actor import ActorError, ActorMesh, Channel, this_host
 from monarch.core import settings
+from monarch.errors import TransferError
 from monarch.onesided.exports import Place
 from monarch.rdma import RDMAAction, RDMABuffer, empty, get_rdma_backend
 from monarch.testing import TestClient, fresh_client
@@ -374,7 +375,7 @@ def test_without_any_path_a_buffer_is_an_error(here, monkeypatch):
     monkeypatch.setattr("monarch.onesided.transfers.exports", lambda: _NoBook)
     with (
         settings.overridden(rdma_path="auto", rdma_allow_tcp_fallback=False),
-        pytest.raises(RuntimeError, match="rdma_allow_tcp_fallback is off"),
+        pytest.raises(TransferError, match="rdma_allow_tcp_fallback is off"),
     ):
         RDMABuffer(bytearray(10))
 

@@ -28,6 +28,7 @@ from monarch.actor import (
     this_host,
     this_proc,
 )
+from monarch.errors import MeshError
 from monarch.testing import TestClient, fresh_client
 from tests.mesh.actors import EndlessInit, Parent, Worker
 from tests.mesh.conftest import Shared
@@ -192,7 +193,7 @@ def test_references_cannot_be_stopped(spawn: Spawn, alone: Any, shared: Shared) 
         pickle.loads(pickle.dumps(workers)).stop()
     with pytest.raises(ValueError, match="ProcMesh is not owned"):
         shared.procs.slice(gpus=0).stop()
-    with pytest.raises(RuntimeError, match="cannot shut down `HostMesh` that is a reference instead of owned"):
+    with pytest.raises(MeshError, match="cannot shut down `HostMesh` that is a reference instead of owned"):
         this_host().shutdown()
     assert list(workers.echo.call(1).get(10).values()) == [1] * 4
 

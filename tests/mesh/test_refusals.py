@@ -24,6 +24,7 @@ from monarch.actor import (
     this_host,
     this_proc,
 )
+from monarch.errors import MeshError
 from monarch.mesh.endpoint import _Room
 from monarch.testing import fresh_client
 
@@ -163,7 +164,7 @@ def test_a_client_that_was_shut_down_spawns_nothing_more() -> None:
         here = this_proc()
         shutdown_context().get(10)
 
-        with pytest.raises(RuntimeError, match="already been shut down"):
+        with pytest.raises(MeshError, match="already been shut down"):
             this_host().spawn_procs()
-        with pytest.raises(RuntimeError, match="already been shut down"):
+        with pytest.raises(MeshError, match="already been shut down"):
             here.spawn("echo", Echo)

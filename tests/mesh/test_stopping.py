@@ -12,6 +12,7 @@ import pytest
 
 from monarch.actor import BootstrapCommand, Channel, SupervisionError, context, shutdown_context, this_host, this_proc
 from monarch.config import configured
+from monarch.errors import MeshError
 from monarch.launch.process import Exit
 from monarch.mesh.host import _down_of
 from monarch.testing import TestClient, fresh_client, wait_until_gone
@@ -285,9 +286,9 @@ def test_a_proc_mesh_stops_once_and_refuses_afterwards(client: TestClient) -> No
     if not this_host().is_fake_in_process:
         for pid in pids:
             wait_until_gone(pid)
-    with pytest.raises(RuntimeError, match="`ProcMesh` has already been stopped"):
+    with pytest.raises(MeshError, match="`ProcMesh` has already been stopped"):
         procs.spawn("more", Worker)
-    with pytest.raises(RuntimeError, match="`ProcMesh` has already been stopped"):
+    with pytest.raises(MeshError, match="`ProcMesh` has already been stopped"):
         _ = procs.initialized
     with pytest.raises(SupervisionError, match="actor mesh is stopped due to proc mesh shutdown: stopped by client"):
         workers.echo.call(1).get(10)

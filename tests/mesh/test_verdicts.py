@@ -133,7 +133,7 @@ def test_a_failed_actor_poisons_its_process_only_where_that_is_wanted(poisons: b
         if not poisons:
             assert second.echo.call_one(1).get(10) == 1
             return
-        with pytest.raises(RuntimeError, match="error spawning actor mesh"):
+        with pytest.raises(SupervisionError, match="error spawning actor mesh"):
             second.initialized.get(10)
         assert "SystemExit" in client.expect_fault("second").causes[0].reason
 

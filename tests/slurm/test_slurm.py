@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from monarch.errors import JobError
 from monarch.job import SlurmJob, job_loads
 from monarch.testing import fresh_client, wait_until_gone
 from tests.mesh.actors import Worker
@@ -94,7 +95,7 @@ def test_a_job_is_found_again_by_a_program_that_has_its_pickle(cluster: None, tm
 
 def test_a_job_that_slurm_refuses_says_what_slurm_says(cluster: None, tmp_path: Path) -> None:
     job = SlurmJob({"nodes": 1}, partition="there-is-none", log_dir=str(tmp_path))
-    with pytest.raises(RuntimeError, match="invalid partition specified: there-is-none"):
+    with pytest.raises(JobError, match="invalid partition specified: there-is-none"):
         job.apply()
 
 

@@ -36,7 +36,7 @@ from monarch.mesh.proc_client import ProcClient
 from monarch.mesh.program_start import tell_at_start
 from monarch.mesh.starting import ProcessStarter, Starter
 from monarch.mesh.threads import ThreadStarter
-from monarch.mesh.trust import own_secret
+from monarch.mesh.trust import own_secret, show_certificates
 from monarch.mesh.undeliverable import Undeliverable
 from monarch.supervision.failure import Member, MeshFailure
 from monarch.transports import registry
@@ -171,6 +171,7 @@ def make() -> Context:
     tell_at_start()
     for variable, meant in setting_table.unknown_variables().items():
         log.warning("setting.unknown", variable=variable, **({"meant": f"{meant}?"} if meant else {}))
+    show_certificates()
     wanted = settings.get("default_transport")
     if "://" in wanted:
         scheme, listen = parse(wanted).scheme, wanted

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from attrs import define
+
+SETTINGS: Final = {
+    "certificate": "hyperactor_tls_cert",
+    "key": "hyperactor_tls_key",
+    "authority": "hyperactor_tls_ca",
+}
+"""The settings that name the files; in capitals, the variables of the environment that do."""
 
 
 @define(frozen=True)
@@ -22,9 +31,18 @@ class Certificates:
     @property
     def missing(self) -> str:
         """Why there can be no TLS; "" where there can."""
-        named = {"certificate": self.certificate, "key": self.key, "authority": self.authority}
-        lacking = [what for what, path in named.items() if not path]
-        return f"no file is named for its {' and '.join(lacking)}" if lacking else ""
+        lacking = [what for what in SETTINGS if not getattr(self, what)]
+        if not lacking:
+            return ""
+        settings = [SETTINGS[what] for what in lacking]
+        return (
+            f"no file is named for its {' and '.join(lacking)}: set {', '.join(map(str.upper, settings))} in the "
+            f"environment, or configure({', '.join(f'{name}=...' for name in settings)})"
+        )
+
+    def setting(self, path: str) -> str:
+        """Which one names that file."""
+        return next((name for what, name in SETTINGS.items() if getattr(self, what) == path), "")
 
 
 _used = Certificates()

@@ -21,7 +21,8 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 from attrs import evolve
@@ -29,7 +30,7 @@ from attrs import evolve
 from monarch.errors import AuthenticationError, NotViable, TransportError
 from monarch.transports import certificates, nng, pairing
 from monarch.transports.base import Inherit, Memory, Viability
-from monarch.transports.certificates import Certificates
+from monarch.transports.certificates import SETTINGS, Certificates
 from monarch.transports.listener import StreamListener, words_for
 from monarch.transports.nng import DOOR_BYTES, Door, Pair, set_options
 from monarch.transports.tcp_link import TcpLink
@@ -105,11 +106,18 @@ def _context(*, accepts: bool) -> ssl.SSLContext:
     try:
         paths = (files.certificate, files.key, files.authority)
         return _made(files, accepts, tuple(os.stat(path).st_mtime_ns for path in paths))
-    except ssl.SSLError as error:
-        text = f"{files.certificate} with {files.key}, or {files.authority}, is no certificate with its key"
-        raise NotViable(f"TLS: {text}: {error.reason or error}") from error
     except OSError as error:
-        raise NotViable(f"TLS: {error.filename}: {error.strerror}") from error
+        raise NotViable(f"TLS: {error.filename} ({files.setting(error.filename)}): {error.strerror}") from error
+
+
+@contextmanager
+def _refused(text: str, *what: str) -> Iterator[None]:
+    """Raises: NotViable, for what OpenSSL makes nothing of; it names the settings of `what`."""
+    try:
+        yield
+    except ssl.SSLError as error:
+        settings = " and ".join(SETTINGS[each] for each in what)
+        raise NotViable(f"TLS: {text}: {error.reason or error} (see {settings})") from error
 
 
 @functools.lru_cache(4)
@@ -119,8 +127,10 @@ def _made(files: Certificates, accepts: bool, written: tuple[int, ...]) -> ssl.S
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
-    context.load_verify_locations(files.authority)
-    context.load_cert_chain(files.certificate, files.key)
+    with _refused(f"{files.authority} is no certificate of an authority", "authority"):
+        context.load_verify_locations(files.authority)
+    with _refused(f"{files.certificate} with {files.key} is no certificate with its key", "certificate", "key"):
+        context.load_cert_chain(files.certificate, files.key)
     context.sslsocket_class = TlsSocket
     if accepts:
         context.num_tickets = 0

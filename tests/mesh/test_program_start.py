@@ -1,4 +1,4 @@
-"""What a program is told at its start, it is told once, whatever processes it has."""
+"""What a program is told at its start, it is told once, whatever processes it has; and it starts as it is asked to."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.certificates import Authority, variables
 
 WITHOUT = "import sys; sys.modules['monarch._compiled'] = None"
 """Run by every interpreter of a program that has it as its `sitecustomize`."""
@@ -54,3 +56,8 @@ def test_who_does_without_the_compiled_part_on_purpose_is_not_warned(tmp_path: P
 def test_a_level_of_the_log_that_there_is_not_is_told_of_once(program: str, tmp_path: Path) -> None:
     (line,) = told(program, tmp_path, MONARCH_LOG="loud", MONARCH_RING="0").splitlines()
     assert line == "MONARCH_LOG is 'loud'; it can be debug, info, warning or error"
+
+
+def test_a_program_talks_over_tls_where_the_environment_asks_for_that(tmp_path: Path) -> None:
+    files = variables(Authority(tmp_path / "authority").sign("host"))
+    assert told(ONE_HOST, tmp_path, MONARCH_TRANSPORT="tls+tcp", MONARCH_RING="0", **files) == ""

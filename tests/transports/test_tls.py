@@ -123,11 +123,14 @@ def test_dialing_one_who_speaks_no_tls_says_so(good):
     assert "the other side does not speak TLS" in str(refusal(listener, lambda url: dial(f"tls+{url}")))
 
 
-@pytest.mark.parametrize("lacking", ["certificate", "key", "authority"])
-def test_without_files_there_is_no_tls_and_the_reason_says_which(good, lacking):
+@pytest.mark.parametrize(
+    ("lacking", "setting"),
+    [("certificate", "hyperactor_tls_cert"), ("key", "hyperactor_tls_key"), ("authority", "hyperactor_tls_ca")],
+)
+def test_without_files_there_is_no_tls_and_the_reason_says_which_and_what_names_them(good, lacking, setting):
     files = {"certificate": good.certificate, "key": good.key, "authority": good.authority, lacking: ""}
     certificates.use(Certificates(**files))
-    assert not TLS.viability().ok
+    assert f"set {setting.upper()} in the environment, or configure({setting}=...)" in TLS.viability().reason
     with pytest.raises(NotViable, match=f"no file is named for its {lacking}"):
         TLS.listen(ANYWHERE, SECRET)
     with pytest.raises(NotViable, match=f"no file is named for its {lacking}"):
@@ -136,11 +139,16 @@ def test_without_files_there_is_no_tls_and_the_reason_says_which(good, lacking):
 
 def test_files_that_are_not_there_or_are_none_are_named(good, tmp_path: Path):
     certificates.use(Certificates(good.certificate, str(tmp_path / "none"), good.authority))
-    with pytest.raises(NotViable, match="none: No such file"):
+    with pytest.raises(NotViable, match=r"none \(hyperactor_tls_key\): No such file"):
         TLS.listen(ANYWHERE, SECRET)
     (tmp_path / "empty").write_text("")
     certificates.use(Certificates(str(tmp_path / "empty"), good.key, good.authority))
-    with pytest.raises(NotViable, match=r"empty.*is no certificate with its key"):
+    with pytest.raises(
+        NotViable, match=r"empty.*is no certificate with its key.*hyperactor_tls_cert and hyperactor_tls_k"
+    ):
+        TLS.listen(ANYWHERE, SECRET)
+    certificates.use(Certificates(good.certificate, good.key, str(tmp_path / "empty")))
+    with pytest.raises(NotViable, match=r"empty is no certificate of an authority.*hyperactor_tls_ca"):
         TLS.listen(ANYWHERE, SECRET)
 
 

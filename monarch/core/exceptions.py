@@ -66,7 +66,7 @@ def summary_of_sent(parts: Sequence[Buffer]) -> str:
     """`summary` of an exception that was sent. Never raises, and runs nothing of the user's."""
     try:
         name, text, _, _ = pickle.loads(parts[0])
-        return f"{name}: {text}"
+        return f"{name}: {text}" if text else str(name)
     except BaseException as failure:
         return f"an exception that cannot be read: {type(failure).__name__}"
 
@@ -133,7 +133,8 @@ def text_of(exc: BaseException) -> str:
 
 def summary(exc: BaseException) -> str:
     """`Type: text`, as the last line of a traceback has it. Never raises."""
-    return f"{type_name(exc)}: {text_of(exc)}"
+    text = text_of(exc)
+    return f"{type_name(exc)}: {text}" if text else type_name(exc)
 
 
 # Text

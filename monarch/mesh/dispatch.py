@@ -46,6 +46,12 @@ READY = "__ready__"
 """Name of an endpoint that every actor has: it answers once the constructor is through."""
 
 
+_LET_OUT: Final = (
+    ", a cancellation that no caller has asked for. To let one out ends an actor: catch it where a task or future is "
+    "awaited that may be cancelled"
+)
+
+
 _IMPLIED: Final[Port[Any]] = Port(None)
 """Stands for the reply port that an envelope names: it is made only for an endpoint that gets it."""
 
@@ -161,7 +167,10 @@ class ActorBehavior:
     def _failed(self, what: str, error: BaseException) -> Down:
         if issubclass(type(error), SystemExit):
             what = f"the actor exited with status {exceptions.text_of(error) or 0}: {what}"
-        down = self._instance.proc_runtime.failed(f"{what} {exceptions.summary(error)}", error)
+        text = f"{what} {exceptions.summary(error)}"
+        if issubclass(type(error), asyncio.CancelledError):
+            text += _LET_OUT
+        down = self._instance.proc_runtime.failed(text, error)
         return evolve(down, actor=self._instance.member)
 
     # ---- calls

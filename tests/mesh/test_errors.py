@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -168,6 +169,29 @@ def test_a_base_exception_ends_the_actor(spawn: Spawn, alone: Any, silent: Calla
 
     silent("SystemExit")
     silent("KeyboardInterrupt")
+
+
+class Canceller(Actor):
+    @endpoint
+    async def wait_for_what_is_cancelled(self) -> None:
+        future = asyncio.get_running_loop().create_future()
+        future.cancel()
+        await future
+
+
+def test_a_cancellation_that_an_endpoint_lets_out_is_told_with_what_it_does(
+    spawn: Spawn, alone: Any, silent: Callable[[str], Any]
+) -> None:
+    actor = spawn(Canceller, on=alone, name="canceller")
+
+    with pytest.raises(SupervisionError) as caught:
+        actor.wait_for_what_is_cancelled.call_one().get(10)
+
+    told = "endpoint wait_for_what_is_cancelled raised asyncio.exceptions.CancelledError, a cancellation that no caller"
+    assert told in str(caught.value)
+    assert "To let one out ends an actor: catch it" in str(caught.value)
+    failure = silent(told)
+    assert (failure.exception_type, failure.exception_text) == ("asyncio.exceptions.CancelledError", "")
 
 
 @pytest.mark.parametrize("kind", ["base", "cancelled"])

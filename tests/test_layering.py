@@ -22,7 +22,7 @@ EXAMPLES = ROOT / "examples"
 
 # From the bottom up: a module may import from its own layer and from those before it.
 LAYERS = ("base", "verbs", "transports", "core", "launch", "supervision", "onesided", "mesh", "facade", "tools")
-BASE = ("_compiled", "compiled", "errors", "log", "version", "wake")
+BASE = ("_compiled", "compiled", "errors", "log", "sealed", "version", "wake")
 TOOLS = ("cli", "__main__", "testing", "examples")
 
 # What core may know of the transports: the Protocols, the ways to find one, memory and rings, and names of files; never

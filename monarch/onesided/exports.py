@@ -11,6 +11,7 @@ then waits for the exclusive lock. So memory is never given back under a running
 locks of a process that dies. They belong to open files, not to processes: no other lock of the program is in their way.
 
 Places in the file are never used twice. What is freed is punched out, so that memory mapped by a late reader is zeros.
+The file is `sealed`: it grows, and never gets shorter.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from typing import Any, Final
 
 from attrs import define, field
 
+from monarch import sealed
 from monarch.core.address import host_identity
 from monarch.errors import BufferDropped, TransferError
 from monarch.log import get_logger
@@ -113,8 +115,9 @@ class Exports:
             self._open()
 
     def _open(self) -> None:
-        self.fd = os.memfd_create("monarch-exports", os.MFD_CLOEXEC)
+        self.fd = sealed.create("monarch-exports")
         os.ftruncate(self.fd, TABLE_BYTES)
+        sealed.seal(self.fd, may_grow=True)
         token = secrets.token_bytes(TOKEN_BYTES)
         address = map_shared(self.fd, TABLE_BYTES, 0)
         ctypes.memmove(address, token, TOKEN_BYTES)

@@ -5,8 +5,8 @@ exports is found under /proc and told by its token; as long as the pidfd says th
 not become another's. Every piece of a transfer is followed by that look, and a piece after which the process is dead
 counts as failed.
 
-Memory of the file of exports is mapped and copied here. Any other memory is copied by `process_vm_readv` and
-`process_vm_writev`, where the kernel allows it, which is tried once.
+Memory of the file of exports is mapped and copied here; the file must be one that cannot be cut off. Any other memory
+is copied by `process_vm_readv` and `process_vm_writev`, where the kernel allows it, which is tried once.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
+from monarch import sealed
 from monarch.errors import BufferDropped, TransferError
 from monarch.onesided.exports import SLOTS, TABLE_BYTES, TOKEN_BYTES, Place, libc, lock_slot, map_shared, unmap
 from monarch.onesided.path import NotReachable
@@ -102,12 +103,17 @@ class Neighbour:
                     lock_slot(fd, slot, fcntl.F_UNLCK)
 
     def mapped(self, offset: int, size_bytes: int) -> _Mapping:
-        """The pages of its file that have these bytes, mapped here; hold the mapping while its address is used."""
+        """The pages of its file that have these bytes, mapped here; hold the mapping while its address is used.
+
+        Raises: TransferError, where the file has no such bytes.
+        """
         start = offset & _PAGE_MASK
         key = start, offset + size_bytes - start
         with self._lock:
             mapping = self._mappings.get(key)
             if mapping is None:
+                if not 0 <= start < offset + size_bytes <= os.fstat(self._files.exports).st_size:
+                    raise TransferError(f"process {self._place.pid} shares no {size_bytes} bytes at {offset}")
                 mapping = self._mappings[key] = _Mapping(self._files.exports, *key)
                 if len(self._mappings) > _MAPPINGS:
                     self._mappings.popitem(last=False)
@@ -156,10 +162,15 @@ class _Files:
             self.exports = os.open(f"/proc/{place.pid}/fd/{place.fd}", os.O_RDWR | os.O_CLOEXEC)
             if os.pread(self.exports, TOKEN_BYTES, 0) != place.token:
                 raise ProcessLookupError
+            if sealed.sealed_bytes(self.exports) < TABLE_BYTES:
+                raise ValueError("it is too short")
             self.table = map_shared(self.exports, TABLE_BYTES, 0)
         except (ProcessLookupError, FileNotFoundError):
             self.close()
             raise NeighbourGone(f"process {place.pid} has ended") from None
+        except ValueError as error:
+            self.close()
+            raise NotReachable(f"the file that process {place.pid} shares is refused: {error}") from None
         except (OSError, AttributeError, MemoryError) as error:
             self.close()
             raise NotReachable(f"process {place.pid} does not let others look into it ({error})") from None

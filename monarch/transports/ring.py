@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from monarch import compiled
+from monarch import compiled, sealed
 from monarch.transports.base import BIG_BYTES
 from monarch.transports.segments import Mapping
 from monarch.wake import OwnedFd
@@ -56,9 +56,10 @@ def offer() -> tuple[list[int], Reader]:
         OSError: no memory, or no descriptor.
     """
     heard = bell()
-    fds = [os.memfd_create("monarch-ring", os.MFD_CLOEXEC)]
+    fds = [sealed.create("monarch-ring")]
     try:
         os.posix_fallocate(fds[0], 0, _HEAD_BYTES + _DATA_BYTES)  # a page that cannot be had later would be a SIGBUS
+        sealed.seal(fds[0])
         fds.append(os.dup(heard.fd))
         memory, mapping = _mapped(os.dup(fds[0]))
         return fds, compiled.part.Reader(memory, (mapping, heard))
@@ -73,11 +74,12 @@ def accept(fds: Sequence[int]) -> Writer:
 
     Raises:
         OSError: no room in the address space.
-        ValueError: this is no ring.
+        ValueError: this is no ring, or the other could cut it off.
     """
     owned = [OwnedFd(fd) for fd in fds]
     if len(owned) != 2 or not _is_bell(fds[1]):
         raise ValueError("a ring is a memory and a bell")
+    sealed.sealed_bytes(fds[0])
     memory, mapping = _mapped(os.dup(fds[0]))
     return compiled.part.Writer(memory, (mapping, owned[1]), fds[1])
 

@@ -6,8 +6,9 @@ arrays and tensors which are built over it keep it alive. It ends by one byte, i
 the receiver clears. A byte has one writer at a time, so no lock is needed, and no message; the owner looks at the marks
 when it needs room.
 
-A mapping keeps the memory that it shows, so a loan outlives the owner of the segment. Pages are reserved before they
-are written: a write to memory that cannot be had would be a SIGBUS.
+A mapping keeps the memory that it shows, so a loan outlives the owner of the segment. Two things would be a SIGBUS: a
+write to memory that cannot be had, so pages are reserved before they are written; and a file that another process cuts
+off, so segments are `sealed`, and those of others are refused where they are not.
 
 In a child that the user forks, mappings become private: as with other memory, neither sees what the other writes, and
 the end of the child's loans changes nothing.
@@ -23,6 +24,7 @@ from collections.abc import Iterator
 from types import CodeType
 from typing import Any, Final, Protocol
 
+from monarch import sealed
 from monarch.transports.memory import Lent, allocate, at_end, forget_loan, in_halves, note_loan
 
 SMALLEST_BYTES: Final = 64 << 10
@@ -135,9 +137,9 @@ class Unmapped:
     """A file of shared memory for which the address space has no room: what is lent there is read, into own memory."""
 
     def __init__(self, fd: int) -> None:
-        """Owns `fd`."""
+        """Owns `fd`, also when it raises. Raises: ValueError, as `attach`."""
         self._fd = fd
-        self._size_bytes = os.fstat(fd).st_size
+        self._size_bytes = sealed.sealed_bytes(fd)
 
     def read(self, offset: int, size_bytes: int, mark: int) -> memoryview:
         """As `borrow`, and gives the memory back at once."""
@@ -156,13 +158,16 @@ class Unmapped:
 
 
 def attach(fd: int) -> Mapping | Unmapped:
-    """The file of another process; owns `fd`."""
+    """The file of another process; owns `fd`.
+
+    Raises:
+        ValueError: its owner could cut it off.
+    """
+    unmapped = Unmapped(fd)
     try:
-        mapping = Mapping(os.dup(fd))
+        return Mapping(os.dup(fd))
     except OSError:
-        return Unmapped(fd)
-    os.close(fd)
-    return mapping
+        return unmapped
 
 
 class Holder(Protocol):
@@ -183,9 +188,10 @@ class Segment:
         self.slot_bytes = slot_bytes
         self.slot_count = max(1, min(_SEGMENT_BYTES // slot_bytes, _MOST_SLOTS))
         self.head_bytes = in_pages(self.slot_count * MARKS_EACH)
-        self.fd = os.memfd_create("monarch", os.MFD_CLOEXEC)
+        self.fd = sealed.create("monarch")
         try:
             os.ftruncate(self.fd, self.head_bytes + self.slot_count * slot_bytes)
+            sealed.seal(self.fd)
             os.posix_fallocate(self.fd, 0, self.head_bytes)
         except BaseException:
             os.close(self.fd)

@@ -170,8 +170,8 @@ class _Spare:
 class _Sharing:
     """What one link knows of shared memory: of ours, what it has lent; of the peer's, how to see it."""
 
-    def __init__(self, sock: FdSocket, pid: int, pool: Pool, spare: _Spare) -> None:
-        self._sock, self._pool, self._spare = sock, pool, spare
+    def __init__(self, sock: FdSocket, peer: str, pid: int, pool: Pool, spare: _Spare) -> None:
+        self._sock, self._peer, self._pool, self._spare = sock, peer, pool, spare
         self._process = _Process(sock, pid)
         self._announced: set[int] = set()  # numbers of our segments that the peer has, or will have
         self._segments: dict[int, Mapping | Unmapped] = {}  # the peer's
@@ -228,7 +228,7 @@ class _Sharing:
         except MemoryError:
             return Missing.of(size_bytes)
         except (OSError, ValueError) as error:
-            raise RemoteProtocolError(f"shared memory of the peer cannot be read: {error}") from error
+            raise RemoteProtocolError(f"shared memory of {self._peer} cannot be used: {error}") from error
 
     def _attach(self, fd: int) -> Mapping | Unmapped | None:
         """The segment that its owner knows by `fd`; None when no descriptor is free for it here."""
@@ -273,7 +273,7 @@ class ShmTransport:
     def _link(self, sock: socket.socket, peer: str, pid: int) -> RingLink:
         carrier = FdSocket(sock.detach())
         self._spare = self._spare or _Spare()
-        sharing = _Sharing(carrier, pid, self.memory, self._spare)
+        sharing = _Sharing(carrier, peer, pid, self.memory, self._spare)
         encode = partial(encode_joined, describe=sharing.lend)
         stream = StreamLink(carrier, peer, FrameDecoder(elsewhere=sharing.borrowed), encode)
         return RingLink(stream, carrier, sharing.lend, sharing.borrowed)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from attrs import evolve
 
+from monarch import sealed
 from monarch.errors import BufferDropped, TransferError
 from monarch.onesided.exports import Exports, Place, exports
 from monarch.onesided.local import local
@@ -179,6 +180,27 @@ def test_another_process_with_the_same_pid_is_not_taken_for_it(other):
         Neighbour(evolve(other.place, token=b"0123456789abcdef"))
     with pytest.raises(NeighbourGone):
         Neighbour(evolve(other.place, fd=9999))
+
+
+def test_nobody_can_cut_off_what_a_neighbour_shares(other):
+    _, _, _, in_file = other.ask("offer", "file", 100_000)
+    with open(f"/proc/{other.place.pid}/fd/{other.place.fd}", "r+b") as file, pytest.raises(PermissionError):
+        file.truncate(in_file)
+    assert other.ask("show", 0) == content(100_000)
+
+
+def test_memory_that_a_neighbour_could_cut_off_is_refused(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(sealed, "seal", lambda fd, may_grow: None)
+        book = Exports()
+    with pytest.raises(NotReachable, match=f"process {os.getpid()} shares is refused: the file can be cut off"):
+        Neighbour(book.place)
+
+
+@pytest.mark.parametrize("place", [(1 << 40, 100), (0, 1 << 40), (-4096, 100)])
+def test_a_place_outside_of_what_a_neighbour_shares_is_an_error_and_not_a_crash(other, place):
+    with pytest.raises(TransferError, match=f"process {other.place.pid} shares no"):
+        Neighbour(other.place).mapped(*place)
 
 
 def test_a_neighbour_that_may_not_be_looked_into_says_so(other, monkeypatch):

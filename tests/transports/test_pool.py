@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import subprocess
@@ -182,6 +183,15 @@ def test_memory_outlives_its_pool():
     del memory, pool
     gc.collect()
     assert bytes(theirs) == b"m" * MIB
+
+
+def test_nobody_can_cut_a_segment_off(pool):
+    fd = pool.slot_of(pool.allocate(MIB)).segment.fd
+    for size in (0, os.fstat(fd).st_size - 1, os.fstat(fd).st_size + 1):
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, size)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
 
 
 def test_a_place_outside_the_segment_is_refused(pool):

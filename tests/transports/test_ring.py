@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from monarch import sealed
 from monarch.compiled import part
 from monarch.core.poller import Poller
 from monarch.errors import LinkSevered, RemoteProtocolError
@@ -146,6 +147,26 @@ def test_a_ring_without_a_bell_is_refused_and_its_descriptors_are_closed():
         for fd in memory, *others:
             with pytest.raises(OSError):
                 os.fstat(fd)
+
+
+@compiled
+def test_nobody_can_cut_a_ring_off():
+    fds, _ = ring.offer()
+    with pytest.raises(PermissionError):
+        os.ftruncate(fds[0], 256)
+    for fd in fds:
+        os.close(fd)
+
+
+@compiled
+def test_a_ring_that_its_reader_could_cut_off_is_left_out_and_the_log_says_whose_it_is(monkeypatch, caplog):
+    monkeypatch.setattr(sealed, "seal", lambda fd: None)
+    with caplog.at_level("INFO", "monarch"), connected(SHM) as (left, right):
+        exchange(right, left, [[b"first"]])
+        assert plain(exchange(left, right, [[b"a"], [b"b"]])) == [[b"a"], [b"b"]]
+        assert left._writer is None
+        refused = next(record.message for record in caplog.records if "ring.refused" in record.message)
+        assert repr(left.peer) in refused and "the file can be cut off" in refused
 
 
 @compiled

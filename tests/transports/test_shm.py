@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from monarch import sealed
 from monarch.errors import RemoteProtocolError
-from monarch.transports import registry, ring
+from monarch.transports import registry, ring, shm
 from monarch.transports.base import Link, Missing
 from monarch.transports.framing import ELSEWHERE, header
 from monarch.transports.memory import claim
@@ -277,6 +278,23 @@ def test_where_not_even_one_descriptor_can_be_had_the_message_says_so_and_the_li
         pass
     assert isinstance(arrived, Missing) and "ulimit -n" in arrived.lacking
     assert last == [b"small"]
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_memory_that_its_owner_could_cut_off_is_refused_and_the_error_says_whose_it_is(
+    pool, links, monkeypatch, mapped
+):
+    left, right = links
+    with monkeypatch.context() as patch:
+        patch.setattr(sealed, "seal", lambda fd: None)
+        memory = pool.allocate(MIB)
+    assert left.send_nowait([[memory]]) == 1
+    if not mapped:
+        monkeypatch.setattr(shm._Sharing, "_attach", lambda sharing, fd: None)
+    receiver = Receiver(right)
+    end = receiver.until_end()
+    assert isinstance(end, RemoteProtocolError) and receiver.frames == []
+    assert str(end).startswith(f"shared memory of {right.peer} cannot be used: the file can be cut off")
 
 
 def test_a_description_of_what_is_not_there_breaks_the_link(links):

@@ -64,6 +64,7 @@ class Dialer:
         locate: asks who knows a process for its address, and calls back with it, or with why the process is gone.
         greet: takes a new link to a peer, and calls back if it comes to nothing.
         give_up: hears of a peer that could not be reached.
+        failed: hears of each try that has failed, and why.
         call_later: calls back on the driving thread.
     """
 
@@ -76,11 +77,13 @@ class Dialer:
         locate: Callable[[ProcId, Callable[[str | Down], None]], None],
         greet: Callable[[Peer, Link, Refused], None],
         give_up: Callable[[Peer, Down], None],
+        failed: Callable[[Peer, str], None],
         call_later: Callable[[float, Callable[[], None]], object],
     ) -> None:
         self._reach = reach
         self._limit_s, self._hello_limit_s = limit_s, hello_limit_s
         self._locate, self._greet, self._give_up, self._call_later = locate, greet, give_up, call_later
+        self._failed = failed
         self._lock = threading.Lock()
         self._queue: deque[tuple[Dialing, Place]] = deque()
         self._threads = 0
@@ -187,12 +190,14 @@ class Dialer:
     def _silent(self, dialing: Dialing, address: str, trouble: str) -> None:
         if url.stays_on_host(address) or dialing.peer.proc.keeper is not None:
             dialing.deadline_s = time.monotonic() + dialing.limit_s
+            self._failed(dialing.peer, trouble)
             self._pause(dialing)
         else:
             self._try_again(dialing, trouble)
 
     def _try_again(self, dialing: Dialing, trouble: str) -> None:
         if time.monotonic() < dialing.deadline_s:
+            self._failed(dialing.peer, trouble)
             self._pause(dialing)
         else:
             text = f"{dialing.peer.title} could not be reached for {dialing.limit_s:g} s: {trouble}"

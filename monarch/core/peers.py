@@ -74,6 +74,7 @@ class Peers:
         self._intake = intake
         self._hello, self._cork, self._bounce, self._on_gone = hello, cork, bounce, on_gone
         self.on_lost_child: Callable[[int], None] = lambda key: None  # the link to a process that we keep broke
+        self.on_failed_try: Callable[[Peer, str], None] = lambda peer, why: None  # to dial a peer; on any thread
         self._by_key: dict[int, Peer] = {}
         self._gone: deque[int] = deque()  # keys of the last peers that are GONE; older ones are forgotten
         self._lock = threading.Lock()
@@ -91,6 +92,7 @@ class Peers:
             locate=locate,
             greet=self._greet,
             give_up=give_up,
+            failed=lambda peer, why: self.on_failed_try(peer, why),
             call_later=poller.call_later,
         )
         self._heartbeats = Heartbeats(limits.host_timeout_s, poller.call_later, give_up)

@@ -12,7 +12,6 @@ import _signal  # type: ignore[import-not-found]  # `signal` makes an enum of ea
 import contextlib
 import errno
 import gc
-import json
 import marshal
 import os
 import resource
@@ -25,7 +24,7 @@ from typing import Any
 
 from attrs import define, evolve
 
-from monarch.launch import claim, linux
+from monarch.launch import claim, excuse, linux
 from monarch.launch.bootstrap import FD_VARIABLE, Job
 from monarch.launch.library_threads import NAMES, LibraryThreads
 from monarch.launch.wire import Message, explain, memory_file
@@ -41,7 +40,7 @@ class Birth:
             bytes about this one and `payload` bytes for its entry.
         directory: descriptor of the working directory.
         inherited: descriptors for its entry.
-        reports: pipe on which to say why it does not come up.
+        reports: pipe on which to say why it does not come up: see `excuse`.
         claims: see `claim`.
         library_fds: descriptors that belong to imported libraries and stay open.
         threads: of imported libraries.
@@ -69,7 +68,8 @@ def become(birth: Birth) -> Job:
     try:
         return _become(birth)
     except BaseException as e:
-        _say(birth, explain(e, "cannot prepare the process") if isinstance(e, OSError) else repr(e))
+        text = explain(e, "cannot prepare the process") if isinstance(e, OSError) else repr(e)
+        excuse.write(birth.reports, text)
         os._exit(127)
 
 
@@ -102,7 +102,10 @@ def _become(birth: Birth) -> Job:
     _set_limits(common["limits"])
     _reseed(birth, facts["env"])
     gc.enable()  # what the template made stays frozen: collections neither visit nor unshare it
-    os.close(birth.reports)
+    if facts["excuses"]:
+        excuse.keep(birth.reports)
+    else:
+        os.close(birth.reports)
     return job
 
 
@@ -133,18 +136,13 @@ def _exec(birth: Birth, job: Job, command: list[Any], limits: list[list[int]]) -
     try:
         os.execvpe(program, [arg0 or program, *args], env)
     except OSError as e:
-        _say(birth, explain(OSError(e.errno, e.strerror, program), f"cannot execute {program}"))
+        text = explain(OSError(e.errno, e.strerror, program), f"cannot execute {program}")
+        excuse.write(birth.reports, text)
         os._exit(127)
 
 
 def unblock_signals() -> None:
     _signal.pthread_sigmask(_signal.SIG_SETMASK, ())
-
-
-def _say(birth: Birth, text: str) -> None:
-    """Tell the template why this process does not come up. One write, so that it arrives in one piece."""
-    with contextlib.suppress(OSError):
-        os.write(birth.reports, json.dumps([os.getpid(), text[:500]]).encode() + b"\n")
 
 
 def _read_at(fd: int, at: int, size: int) -> bytes:

@@ -36,6 +36,8 @@ class LaunchSpec:
         output: descriptors for its standard output and error; None: it shares those of the driver.
         inherits: at most two more. `entry` gets their numbers after the payload; one that execs does not have them.
 
+        excuses: whether `entry` says by `excuse` why it does not come up, until that does; in a fork.
+
     The launcher owns the descriptors from the launch on, and closes them.
     """
 
@@ -46,6 +48,7 @@ class LaunchSpec:
     command: BootstrapCommand | None = None
     output: tuple[int, int] | None = None
     inherits: tuple[int, ...] = ()
+    excuses: bool = False
 
 
 @define(frozen=True, slots=True)
@@ -56,7 +59,7 @@ class Exit:
         pid: None if it was never forked.
         code: the exit status, if it exited by itself.
         signal: the number of the signal that ended it.
-        error: why it could not be started at all; `code` and `signal` then say nothing.
+        error: why it could not be started at all, or did not come up (`excuse`); `code` and `signal` then say nothing.
         stderr_tail: the last lines of standard error; of exec'd children, and where the last lines are kept.
         command: the command line; of exec'd children only.
         hint: what else is known about the reason.
@@ -72,7 +75,7 @@ class Exit:
 
     @property
     def started(self) -> bool:
-        """Whether the process came to run its entry or its command."""
+        """Whether the process came to run its entry or its command, as far as is known."""
         return self.error is None
 
     def describe(self) -> str:

@@ -67,7 +67,8 @@ def request_for(
         command = _command(spec, changed, loaded)
         commands.append(None if command is None else str(command))
         line = None if command is None else [command.program, command.arg0, command.args]
-        facts = _encoded({"name": spec.name, "entry": spec.entry, "env": changed, "command": line})
+        described = {"name": spec.name, "entry": spec.entry, "env": changed, "command": line, "excuses": spec.excuses}
+        facts = _encoded(described)
         output = _SHARED_OUTPUT if spec.output is None else _OWN + len(own)
         own += spec.output or ()
         inherits = [_OWN + len(own), _OWN + len(own) + len(spec.inherits)]

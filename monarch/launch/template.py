@@ -137,7 +137,7 @@ class Template:
     lifeline: int  # readable when the guardian is gone
     library_fds: frozenset[int]
     wake: int  # readable after SIGCHLD
-    reports: tuple[int, int]  # a pipe on which children say why they could not become what they should
+    reports: tuple[int, int]  # a pipe on which children say why they do not come up: see `excuse`
     claims: int  # see `claim`
     pid: int = field(factory=os.getpid)
     state: _State = _State.SERVING
@@ -146,7 +146,7 @@ class Template:
     todo: deque[tuple[_Batch, _Child]] = field(factory=deque)
     tees: list[Tee] = field(factory=list)
     started: list[tuple[int, int]] = field(factory=list)
-    failures: dict[int, str] = field(factory=dict)  # by pid: what a child has said about itself
+    failures: dict[int, str] = field(factory=dict)  # by pid: why a child does not come up, as it has said itself
     threads: LibraryThreads = field(factory=LibraryThreads)
     newest: str = field(factory=lambda: next(reversed(sys.modules)))  # of its modules
     orphans: Orphans = field(factory=Orphans)
@@ -195,6 +195,7 @@ class Template:
         if self.state is not _State.KILLING:
             poll.register(self.lifeline, select.POLLIN)
         poll.register(self.wake, select.POLLIN)
+        poll.register(self.reports[0], select.POLLIN)
         for tee in self.tees:
             if tee.waiting:
                 poll.register(tee.sink, select.POLLOUT)
@@ -214,6 +215,8 @@ class Template:
         if self.lifeline in ready and self.state is not _State.KILLING:
             self.wire.send({"op": "unguarded"})
             self._kill_all()
+        if self.reports[0] in ready:
+            self._read_reports()
         for tee in self.tees:
             if tee.source in ready:
                 tee.read()
@@ -331,7 +334,10 @@ class Template:
         with contextlib.suppress(BlockingIOError):
             for line in os.read(self.reports[0], 1 << 16).splitlines():
                 pid, text = json.loads(line)
-                self.failures[pid] = text
+                if text:
+                    self.failures[pid] = text
+                else:
+                    self.failures.pop(pid, None)
 
     # -- forks
 
@@ -459,7 +465,7 @@ def main(setup: Message) -> None:
 
     wake, wake_by = os.pipe()
     reports = os.pipe()
-    for fd in (wake, wake_by, reports[0]):
+    for fd in (wake, wake_by, *reports):
         os.set_blocking(fd, False)
     # Those that have names: the others come back from the mask as exceptions inside, 0.1 ms for each child.
     signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.Signals) - _FAULTS - {signal.SIGCHLD})

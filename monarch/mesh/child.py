@@ -13,13 +13,15 @@ import queue
 import socket
 import sys
 import threading
+import time
 
 from monarch.core import address, settings
 from monarch.core.actor_threads import Failed, Run, run_on_thread
 from monarch.core.future import tell_all_unseen
-from monarch.core.ids import ActorId, new_number
+from monarch.core.ids import ActorId, ProcId, new_number
 from monarch.core.monitor import Down
-from monarch.launch import linux, stack_signal
+from monarch.core.peer import Peer
+from monarch.launch import excuse, linux, stack_signal
 from monarch.log import show_what_was_asked_for
 from monarch.mesh import actor_config
 from monarch.mesh.attribution import Attribution, set_log_level
@@ -31,6 +33,7 @@ from monarch.transports import registry
 from monarch.transports import url as urls
 
 _LAST_WORDS_S = 2.0
+_FIRST_WORDS_S = 2.0  # so long a process tries to reach its keeper before its standard error tells of that
 _WITHOUT_MAIN_THREAD = 70  # exit status: EX_SOFTWARE of sysexits.h
 
 
@@ -81,6 +84,21 @@ def start(boot: Boot) -> MeshProc:
     return runtime
 
 
+def explain_delay(runtime: MeshProc, keeper: ProcId) -> None:
+    """Until this process has reached its keeper, tell why not, so that the failure to come up has its reason: as its
+    `excuse`, or, in one that a command has started, on standard error, of which the last lines are kept."""
+    late_s = time.monotonic() + _FIRST_WORDS_S
+    untold = threading.Semaphore(1)
+
+    def failed(peer: Peer, why: str) -> None:
+        if peer.key != keeper.key or peer.pid or excuse.say(f"it cannot reach its launcher: {why}"):
+            return
+        if time.monotonic() >= late_s and untold.acquire(blocking=False):
+            sys.stderr.write(f"process {runtime.proc_id.uid} cannot reach its launcher, and goes on trying: {why}\n")
+
+    runtime.gateway.peers.on_failed_try = failed
+
+
 def main(payload: bytes, *link: int) -> None:
     """Entry point of a launched process. `link`: what its keeper has handed down."""
     boot: Boot = pickle.loads(payload)
@@ -104,7 +122,7 @@ def main(payload: bytes, *link: int) -> None:
     def on_gone(key: int, down: Down) -> None:
         if key == keeper.key:
             # Nobody is left to report to; the guardian of the host ends this process anyway.
-            if not down.pid:
+            if not down.pid and not excuse.say(down.reason):
                 sys.stderr.write(f"process {boot.proc.uid} could not come up: {down.reason}\n")
             cut_off.append(down)
             runtime.gateway.call_later(_LAST_WORDS_S, lambda: os._exit(1))
@@ -113,7 +131,9 @@ def main(payload: bytes, *link: int) -> None:
     runtime.on_proc_gone.append(on_gone)
     client = ProcClient(runtime, ActorId(runtime.proc_id, new_number(), "client"))
     set_client_context(Context(client, NOWHERE))
-    runtime.gateway.inherit(keeper, link)
+    explain_delay(runtime, keeper)
+    peer = runtime.gateway.inherit(keeper, link)
+    runtime.gateway.peers.when_settled(peer, lambda: excuse.up() if peer.down is None else None)
     main_thread.serve()
     sys.stdout.flush()
     runtime.close()

@@ -42,6 +42,7 @@ class _Launched:
     proc: ProcId  # with this process as its keeper
     request: LaunchRequest
     owner: ActorId
+    dials: str  # where it is to connect to; "" where it inherits a connection
     running: Running | None = None
     stopping: str | None = None
     signalled: bool = False  # it was told to stop, and had not
@@ -71,6 +72,12 @@ def _down_of(exit: Exit, stopping: str | None, signalled: bool) -> Down:
     if signalled or exit.error is not None or not down.crashed:
         return evolve(down, kind="stopped", reason=stopping)
     return evolve(down, reason=f"{text}, while it was being stopped")
+
+
+def _with_last_words(down: Down, exit: Exit) -> Down:
+    """Why a process was given up, with what it has said of that itself."""
+    words = exit.error or (exit.stderr_tail and f"its last words: {exit.stderr_tail}")
+    return evolve(down, reason=f"{down.reason}; {words}") if words else down
 
 
 class HostAgent:
@@ -117,7 +124,8 @@ class HostAgent:
         for request in requests:
             proc = evolve(request.proc, keeper=runtime.proc_id)
             runtime.locator.launch(proc)
-            each = _Launched(proc, request, owner)
+            link = tuple(gateway.hand_down()) if request.command is None else ()
+            each = _Launched(proc, request, owner, "" if link else gateway.url)
             with self._lock:
                 self._procs[proc.key] = each
             launched.append(each)
@@ -125,7 +133,6 @@ class HostAgent:
             facts = (*where, config, request.has_setup, None if output is None else request.origin)
             boot = Boot(proc, *facts, actor_config.prefix_python_logs_with_actor)
             on_exit = partial(self._outputs.ended, proc.key, partial(self._on_exit, each))
-            link = tuple(gateway.hand_down()) if request.command is None else ()
             starts.append(Start(request, boot, on_exit, output, link))
         limit_s = settings.get("mesh_proc_spawn_max_idle")
         for each, running in zip(launched, self._starter.start(starts), strict=True):
@@ -155,7 +162,8 @@ class HostAgent:
     def _end_the_silent(self, launched: Sequence[_Launched], limit_s: float) -> None:
         for each in self._not_up(launched):
             log.error("proc.silent", proc=each.request.title, limit_s=limit_s)
-            self._give_up(each, f"process {each.request.title} did not come up within {limit_s:g} s")
+            to = f"; it was to connect to {each.dials}" if each.dials else ""
+            self._give_up(each, f"process {each.request.title} did not come up within {limit_s:g} s{to}")
 
     def _end_the_unlinked(self, launched: Sequence[_Launched]) -> None:
         """They would try until they are silent for too long, and have no chance."""
@@ -187,7 +195,11 @@ class HostAgent:
 
     def _exited(self, launched: _Launched, exit: Exit) -> None:
         proc = launched.proc
-        down = launched.down = launched.down or _down_of(exit, launched.stopping, launched.signalled)
+        if launched.down is not None:
+            down = _with_last_words(launched.down, exit)
+        else:
+            down = _down_of(exit, launched.stopping, launched.signalled)
+        launched.down = down
         runtime = self._runtime
 
         def read() -> None:

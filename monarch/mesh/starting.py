@@ -134,7 +134,7 @@ class ProcessStarter:
         for each in starts:
             request, env = each.request, {**environ, **each.request.env}
             given = (each.boot.encode(), env, request.command, each.output, each.link)
-            specs.append(LaunchSpec(request.title, "monarch.mesh.child:main", *given))
+            specs.append(LaunchSpec(request.title, "monarch.mesh.child:main", *given, excuses=not each.link))
         return self.launcher.launch_all(specs, [each.on_exit for each in starts], self._preload())
 
     def _preload(self) -> tuple[str, ...]:

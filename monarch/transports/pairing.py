@@ -173,7 +173,7 @@ def connected(
     except OSError as error:
         if error.errno in NO_DESCRIPTOR:
             raise
-        raise severed(at, error) from error
+        raise LinkSevered(f"{at} cannot be reached: {error.strerror or error}") from error
     try:
         sock = prepare(sock)
         authenticate(sock, secret, at, deadline_s)

@@ -30,6 +30,7 @@ class Scene:
         self.asked: list[Callable[[str | Down], None]] = []
         self.greeted: list[tuple[Any, Refused]] = []
         self.given_up: list[Down] = []
+        self.failed: list[str] = []  # why tries have
         self.hold = threading.Event()
         self.hold.set()
         self.dialing_now = self.most_at_once = 0
@@ -41,6 +42,7 @@ class Scene:
             locate=lambda proc, found: self.asked.append(found),
             greet=lambda peer, link, refused: self.greeted.append((link, refused)),
             give_up=lambda peer, down: self.given_up.append(down),
+            failed=lambda peer, why: self.failed.append(why),
             call_later=lambda delay_s, callback: callback(),
         )
 

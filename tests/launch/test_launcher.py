@@ -235,6 +235,28 @@ def test_each_process_inherits_what_is_for_it(bench: Bench) -> None:
                 assert read.read() == (b"%d" % i if j < i else b"")
 
 
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("excuse.say('first'); excuse.say('no way in'); os.kill(os.getpid(), 9)", "no way in"),
+        ("excuse.say('no way in'); sys.exit(1)", "no way in"),
+        ("excuse.say('no way in'); excuse.up(); os.kill(os.getpid(), 9)", None),
+        ("excuse.up(); assert not excuse.say('too late'); os.kill(os.getpid(), 9)", None),
+    ],
+)
+def test_why_a_process_does_not_come_up_is_what_it_said_last_until_it_is_up(
+    bench: Bench, code: str, error: str | None
+) -> None:
+    payload = f"import os, sys; from monarch.launch import excuse; {code}".encode()
+    (child,) = bench.launcher.launch_all(
+        [LaunchSpec("n", ENTRY, payload, dict(os.environ), excuses=True)], [lambda _: None]
+    )
+    bench.until(lambda: not child.alive)
+
+    assert child.exit is not None and child.exit.error == error
+    assert child.exit.signal == (None if "exit" in code else 9)
+
+
 def test_a_signal_is_told_with_the_usual_reason_for_9(bench: Bench) -> None:
     killed = bench.run("import os; os.kill(os.getpid(), 9)")
     hung_up = bench.run("import os; os.kill(os.getpid(), 1)")

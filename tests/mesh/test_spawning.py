@@ -28,6 +28,8 @@ from monarch.mesh.shape import Region, Slice
 from monarch.mesh.starting import LaunchRequest
 from monarch.testing import TestClient, fresh_client
 from tests.mesh.actors import AsyncWorker, EndlessInit, Worker
+from tests.mesh.workers import LIMIT_S
+from tests.ports import free_port
 from tests.until import until
 
 
@@ -374,6 +376,41 @@ def test_settings_reach_the_processes() -> None:
 
     with fresh_client("ipc", "thread", cleanup_timeout="7s"):
         assert this_host().spawn_procs().spawn("s", Settings).read.call_one().get(10) == ("7s", "thread")
+
+
+def nowhere() -> str:
+    """An address where processes of this host listen, and that they tell others, who find no way there."""
+    port = free_port()
+    return f"tcp://255.255.255.255:{port}@tcp://127.0.0.1:{port}"
+
+
+def test_a_process_that_finds_no_way_to_its_launcher_says_where_that_is_and_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a machine whose network has no loopback."""
+    monkeypatch.setattr("monarch.core.gateway.Gateway.hand_down", lambda self: [])
+    with fresh_client(nowhere(), message_delivery_timeout="100ms") as client:
+        error = this_host().spawn_procs().initialized.exception(LIMIT_S)
+        client.expect_fault("cannot be reached")
+
+    assert isinstance(error, SupervisionError)
+    assert "could not be reached for 0.1 s: LinkSevered: tcp://255.255.255.255:" in str(error)
+    assert "cannot be reached: Network is unreachable" in str(error)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [None, BootstrapCommand(sys.executable, args=("-m", "monarch.launch.bootstrap"))])
+def test_a_process_that_is_given_up_before_it_has_found_a_way_to_its_launcher_has_said_why(
+    command: BootstrapCommand | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("monarch.core.gateway.Gateway.hand_down", lambda self: [])
+    with fresh_client(nowhere(), mesh_proc_spawn_max_idle="8s") as client:
+        error = this_host().spawn_procs(bootstrap_command=command).initialized.exception(LIMIT_S)
+        client.expect_fault("did not come up")
+
+    assert "did not come up within 8 s; it was to connect to tcp://255.255.255.255:" in str(error)
+    assert "cannot reach its launcher" in str(error)
+    assert "cannot be reached: Network is unreachable" in str(error)
 
 
 FEW_DESCRIPTORS = """

@@ -35,6 +35,10 @@ _AT_ONCE: Final = 4
 """So many times as many as may be unfinished are taken in at a time: who is pushed out by then need not be watched."""
 
 
+_UNREAD_BYTES: Final = 64 << 10
+"""Of what a refused one has sent beyond what he was asked for: a friend, in another job, has sent less."""
+
+
 class Acceptor(Protocol):
     """What a listener needs of a listening socket."""
 
@@ -260,6 +264,8 @@ class StreamListener:
             return
         except (OSError, AuthenticationError, ProtocolError) as error:
             self._tell(newcomer.address, error)
+            with suppress(OSError):  # to close with something unread breaks the connection, and what we said
+                socket.socket.recv(newcomer.sock, _UNREAD_BYTES, socket.MSG_DONTWAIT)
             return self._forget(newcomer)
         self._forget(newcomer, close=False)
         try:

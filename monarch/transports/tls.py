@@ -72,7 +72,7 @@ class TlsSocket(ssl.SSLSocket):
                 return super().send(data, flags)
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
             raise _not_ready() from None
-        except ssl.SSLEOFError:
+        except (ssl.SSLEOFError, ConnectionError):
             super().recv(1)  # raises what the other side has said before it ended, if it has said anything
             raise
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import ssl
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -107,6 +109,62 @@ def test_an_expired_certificate_is_refused_on_both_sides(good, expired, caplog, 
     assert "not accepted here: certificate has expired" in caplog.text
     error = between(expired, good, monkeypatch)
     assert type(error) is AuthenticationError and "certificate has expired" in str(error)
+
+
+def handshake_of(files: Certificates, url: str) -> ssl.SSLSocket:
+    """A connection of a dialer whose end of the handshake is through."""
+    address = parse(url)
+    return tls._made(files, False, ()).wrap_socket(socket.create_connection((address.host, address.port), 10))
+
+
+class Heard(Exception):
+    pass
+
+
+def test_the_refusal_of_a_certificate_is_not_overtaken_by_the_end_of_the_connection(good, expired):
+    """What one says and then closes, with something unread, is followed by a reset, over which it may be lost."""
+    certificates.use(good)
+
+    def listen_below_tls(url: str) -> None:
+        said = b""
+        with handshake_of(expired, url) as sock:
+            while data := socket.socket.recv(sock, 1 << 16):
+                said += data
+        raise Heard(said)
+
+    error = refusal(TLS.listen(ANYWHERE, SECRET), listen_below_tls)
+    assert isinstance(error, Heard) and error.args != (b"",)
+
+
+def test_a_refusal_is_heard_by_one_who_sends_only_when_the_connection_has_been_reset(good, expired):
+    context = tls._made(good, True, ())
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def refuse() -> None:
+            conn, _ = server.accept()
+            arriving, leaving = ssl.MemoryBIO(), ssl.MemoryBIO()
+            end = context.wrap_bio(arriving, leaving, server_side=True)
+            refused = False
+            while not refused:
+                try:
+                    end.do_handshake()
+                except ssl.SSLWantReadError:
+                    pass
+                except ssl.SSLCertVerificationError:
+                    refused = True
+                conn.sendall(leaving.read())
+                if not refused:
+                    arriving.write(conn.recv(1 << 16))
+            conn.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # its end is a reset
+            conn.close()
+
+        refusing = threading.Thread(target=refuse)
+        refusing.start()
+        sock = handshake_of(expired, f"tls+tcp://127.0.0.1:{server.getsockname()[1]}")
+        refusing.join(10)
+        with sock, pytest.raises(ssl.SSLError) as caught:
+            sock.sendall(b"greeting")
+    assert "does not accept our certificate: it has expired" in tls._in_words(caught.value)
 
 
 def test_one_who_speaks_no_tls_is_turned_away(good, caplog):

@@ -28,6 +28,15 @@ print(len(hosts.spawn_procs().spawn("worker", Worker).echo.call(1).get()))
 """
 
 
+TWO_CLIENTS = """
+from monarch.testing import fresh_client
+for _ in range(2):
+    with fresh_client("inproc"):
+        pass
+print(2)
+"""
+
+
 def told(program: str, folder: Path, **variables: str) -> str:
     """What a program says that has no compiled part in any of its processes."""
     (folder / "sitecustomize.py").write_text(WITHOUT)
@@ -38,7 +47,7 @@ def told(program: str, folder: Path, **variables: str) -> str:
     return done.stderr
 
 
-@pytest.mark.parametrize("program", [ONE_HOST, pytest.param(TWO_HOSTS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("program", [ONE_HOST, TWO_CLIENTS, pytest.param(TWO_HOSTS, marks=pytest.mark.slow)])
 def test_that_there_is_no_compiled_part_is_said_once(program: str, tmp_path: Path) -> None:
     (line,) = told(program, tmp_path, MONARCH_TRANSPORT="shm").splitlines()
     assert line.startswith("compiled.left_out reason='the compiled part of monarch is missing (")
@@ -52,7 +61,7 @@ def test_who_does_without_the_compiled_part_on_purpose_is_not_warned(tmp_path: P
     assert " INFO monarch.client: compiled.left_out reason='MONARCH_RING is 0'" in line
 
 
-@pytest.mark.parametrize("program", [ONE_HOST, pytest.param(TWO_HOSTS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("program", [ONE_HOST, TWO_CLIENTS, pytest.param(TWO_HOSTS, marks=pytest.mark.slow)])
 def test_a_level_of_the_log_that_there_is_not_is_told_of_once(program: str, tmp_path: Path) -> None:
     (line,) = told(program, tmp_path, MONARCH_LOG="loud", MONARCH_RING="0").splitlines()
     assert line == "MONARCH_LOG is 'loud'; it can be debug, info, warning or error"

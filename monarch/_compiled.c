@@ -41,7 +41,7 @@
 #define PAUSE() atomic_signal_fence(memory_order_seq_cst)
 #endif
 
-enum { VERSION = 16 }; /* of what Python calls here; compiled.py names the one that it needs */
+enum { VERSION = 17 }; /* of what Python calls here; compiled.py names the one that it needs */
 enum { HEAD_BYTES = 256, MOST_PARTS = 32, LOOKS_EACH = 64 };
 enum { AWAKE, WOKEN_BY_STREAM, WOKEN_BY_BELL }; /* of a reader: what `asleep` says */
 #define SKIP UINT32_MAX
@@ -852,6 +852,21 @@ static int ring_bell(int fd) {
 static PyObject *module_ring_bell(PyObject *module, PyObject *arg) {
     long fd = PyLong_AsLong(arg);
     return PyErr_Occurred() ? NULL : PyBool_FromLong(ring_bell((int)fd));
+}
+
+/* ---- marks: see monarch/transports/segments.py. Whether `memory[at]` was `old`, and is `new` now; no other process that does
+ * the same comes in between. */
+
+static PyObject *module_swap(PyObject *module, PyObject *args) {
+    PyObject *memory, *swapped = NULL;
+    Py_ssize_t at;
+    unsigned char old, new;
+    Py_buffer view;
+    if (!PyArg_ParseTuple(args, "Onbb", &memory, &at, &old, &new) || PyObject_GetBuffer(memory, &view, PyBUF_WRITABLE)) return NULL;
+    if (at < 0 || at >= view.len) PyErr_SetString(PyExc_IndexError, "outside of the memory");
+    else swapped = PyBool_FromLong(atomic_compare_exchange_strong((_Atomic unsigned char *)view.buf + at, &old, new));
+    PyBuffer_Release(&view);
+    return swapped;
 }
 
 /* ---- a lane: how a session's messages leave through a ring, from the first look to the bell in one step. Nobody else runs
@@ -1984,6 +1999,7 @@ static PyMethodDef functions[] = {
     {"look", (PyCFunction)(void (*)(void))module_look, METH_FASTCALL, NULL},
     {"sleep", (PyCFunction)(void (*)(void))module_sleep, METH_FASTCALL, NULL},
     {"ring_bell", (PyCFunction)module_ring_bell, METH_O, NULL},
+    {"swap", (PyCFunction)module_swap, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_compiled", NULL, -1, functions, NULL, NULL, NULL, NULL};

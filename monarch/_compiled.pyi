@@ -181,3 +181,9 @@ def sleep(
 
 def ring_bell(fd: int, /) -> bool:
     """Put a bell into the stream of that socket: a frame of no parts. False, and nothing is sent: there is no room."""
+
+def swap(memory: object, at: int, old: int, new: int, /) -> bool:
+    """Whether `memory[at]` was `old`, and is `new` now. Of all processes that do so at a time, one does.
+
+    Raises: IndexError.
+    """

@@ -1,6 +1,7 @@
 """The compiled part of the library, `_compiled.c`: what every message between processes of one host passes.
 
 - Rings in shared memory (`transports.ring`), and a wait that looks at them with the interpreter let go.
+- A byte of shared memory that two processes may change at the same time (`transports.segments`).
 - The numbering of sessions and the heads of messages; `core.protocol` and `core.envelope` have the same in Python.
 - Lanes: a message goes from its sender into the rings of all its receivers in one step; into the mailbox of an actor of
   the same process (`core.mailbox`), too.
@@ -40,7 +41,7 @@ __all__ = [
     "why_not",
 ]
 
-_VERSION: Final = 16
+_VERSION: Final = 17
 
 SENT: Final = 1
 FULL: Final = 2

@@ -20,7 +20,7 @@ from typing import Final
 
 from attrs import define, field
 
-from monarch.errors import RemoteProtocolError
+from monarch.errors import LinkSevered, RemoteProtocolError
 from monarch.transports import memory
 from monarch.transports.base import BIG_BYTES, Buffer, Frame, Missing
 
@@ -60,7 +60,7 @@ Describe = Callable[[Buffer], bytes | None]
 """Puts a large part where the peer can see it, and describes the place; None to leave the part in the stream."""
 
 Elsewhere = Callable[[bytes, int], Buffer]
-"""Makes a part of its description and its size. Raises RemoteProtocolError."""
+"""Makes a part of its description and its size. Raises RemoteProtocolError, LinkSevered."""
 
 
 def encode_joined(frames: Iterable[Sequence[Buffer]], describe: Describe | None = None) -> list[Buffer]:
@@ -112,7 +112,7 @@ class FrameDecoder:
     elsewhere: Elsewhere | None = None
     goodbye: bool = field(default=False, init=False)
     """The peer ended the stream on purpose."""
-    broken: RemoteProtocolError | None = field(default=None, init=False)
+    broken: RemoteProtocolError | LinkSevered | None = field(default=None, init=False)
     """What was wrong behind the frames that the last call returned."""
     pending: bytes = field(default=b"", init=False)
     """The start of something that is not whole yet."""
@@ -145,6 +145,7 @@ class FrameDecoder:
         Raises:
             RemoteProtocolError: no frame of ours looks like this; drop the link. Where good frames came first, they are
                 returned and the error is left in `broken`.
+            LinkSevered: likewise, what lay elsewhere is not there any more.
         """
         pos = 0
         frames: list[Frame] = []
@@ -166,7 +167,7 @@ class FrameDecoder:
             self.pending = b""
         try:
             self._cut(data, pos, frames)
-        except RemoteProtocolError as error:
+        except (RemoteProtocolError, LinkSevered) as error:
             if not frames:
                 raise
             self.broken = error

@@ -11,7 +11,7 @@ Theory of operation. A slot of a segment goes through
 - A *lease* is this process's own hold on a slot, for as long as it may have to send it (again).
 - Slots have sizes of powers of two, and pages for what was needed so far. The slot that was free last is taken first:
   its pages are in the caches. Fresh pages cost ten times a copy, so the pool keeps what it has while it is used.
-- What a receiver held when its process died is free again.
+- What a receiver held when its process died is free again, and so is what was in flight over a link that is given up.
 - A slot that a receiver sends back with its answer is lent to this process itself, until the answer is let go.
 - Segments are never closed while their pool lives, so that a receiver maps each of them once.
 - Where pages cannot be had, or the pool's limit is reached, `allocate` returns None, and the caller takes another way.
@@ -50,7 +50,7 @@ class Lease(Memory):  # type: ignore[misc, valid-type]
 class _Here:
     """The pool's own process, as a holder of what comes back."""
 
-    is_gone = False
+    is_gone = is_over = False
 
 
 _HERE: Final = _Here()

@@ -30,6 +30,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from struct import Struct
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -59,6 +60,8 @@ class Carrier(Protocol):
 
     departing: list[int]
     arrived: deque[int]
+    peer_is_compiled: bool
+    """The process at the other end has the compiled part, as far as is known."""
 
     def send(self, data: bytes, flags: int = 0) -> int: ...
     def recv(self, size: int, flags: int = 0) -> bytes: ...
@@ -210,8 +213,9 @@ class RingLink:
         except TransportError:
             self._stop_writing()
             if reader is not None:
-                while left := self._pop(reader):  # what was pushed before the end
-                    frames += left
+                with suppress(TransportError):
+                    while left := self._pop(reader):  # what was pushed before the end
+                        frames += left
             if not frames:
                 raise
         return frames
@@ -238,6 +242,7 @@ class RingLink:
             return True  # the stream tells how it ended
         self._is_open = True
         if first == _WITH_RING:
+            self._carrier.peer_is_compiled = True
             fds = list(self._carrier.arrived)
             self._carrier.arrived.clear()
             self._accept(fds)

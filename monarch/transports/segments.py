@@ -2,9 +2,19 @@
 
 A segment is an anonymous file of one process, mapped by it and by those that it lends to. First come the *marks*, then
 slots of one size. A receiver's hold on a slot is a *loan*: an object that exports the memory as a buffer, so that
-arrays and tensors which are built over it keep it alive. It ends by one byte, its mark, which the owner has set and
-the receiver clears. A byte has one writer at a time, so no lock is needed, and no message; the owner looks at the marks
-when it needs room.
+arrays and tensors which are built over it keep it alive. Of each receiver, one byte tells whether it has the slot, its
+mark; so no lock is needed, and no message. The owner looks at the marks when it needs room.
+
+```
+            lend (owner)          borrow (receiver)         the loan has ended (receiver)
+    FREE ─────────────────► LENT ───────────────────► TAKEN ──────────────────────────► FREE
+                             └── the link is over, and what it carried was not read (owner) ──► FREE, for ever
+```
+
+Where both could come, one who has given a link up, and one who still reads it, only one step is taken: the compiled
+part swaps the byte (`swap`). So what was in flight over a link that broke is lent no longer, where both processes have
+that part; else it is until the receiver's process ends. A mark that was taken back is never used again, for whoever
+comes late with its description must find it free.
 
 A mapping keeps the memory that it shows, so a loan outlives the owner of the segment. Two things would be a SIGBUS: a
 write to memory that cannot be had, so pages are reserved before they are written; and a file that another process cuts
@@ -24,7 +34,7 @@ from collections.abc import Iterator
 from types import CodeType
 from typing import Any, Final, Protocol
 
-from monarch import sealed
+from monarch import compiled, sealed
 from monarch.transports.memory import Lent, allocate, at_end, forget_loan, in_halves, note_loan
 
 SMALLEST_BYTES: Final = 64 << 10
@@ -33,6 +43,7 @@ SMALLEST_BYTES: Final = 64 << 10
 MARKS_EACH: Final = 256
 """A slot can be lent to so many receivers at a time."""
 
+_FREE, _LENT, _TAKEN = range(3)  # what a mark says
 _SEGMENT_BYTES: Final = 256 << 20  # of address space; pages come when they are needed
 _MOST_SLOTS: Final = 256
 _RESERVE_BYTES: Final = 64 << 20  # in one call: a signal makes the kernel begin that call again
@@ -108,9 +119,21 @@ class Loan(Lent):
     end: CodeType
 
 
+class TakenBack(Exception):
+    """The owner has given up the link over which it had lent this."""
+
+
+def _swap(marks: Any, mark: int, old: int, new: int) -> bool:
+    if compiled.part is not None:
+        return compiled.part.swap(marks, mark, old, new)
+    if found := marks[mark] == old:  # nobody takes back what one without the compiled part has
+        marks[mark] = new
+    return found
+
+
 def _give_back(mapping: Mapping, mark: int, address: int) -> None:
     forget_loan(address)
-    mapping.marks[mark] = 0
+    mapping.marks[mark] = _FREE
 
 
 def _check_place(file_bytes: int, offset: int, size_bytes: int, mark: int) -> None:
@@ -123,12 +146,15 @@ def borrow(mapping: Mapping, offset: int, size_bytes: int, mark: int) -> memoryv
 
     Raises:
         ValueError: it is not inside the mapping.
+        TakenBack: it is not lent any more.
     """
     _check_place(mapping.size_bytes, offset, size_bytes, mark)
     address = mapping.address + offset
+    if not _swap(mapping.marks, mark, _LENT, _TAKEN):
+        raise TakenBack
+    end = at_end(_give_back, mapping, mark, address)
     loan = Loan.from_address(address)
-    loan.mapping, loan.mark, loan.size_bytes = mapping, mark, size_bytes
-    loan.end = at_end(_give_back, mapping, mark, address)
+    loan.mapping, loan.mark, loan.size_bytes, loan.end = mapping, mark, size_bytes, end
     note_loan(address, loan)
     return memoryview(loan).cast("B")[:size_bytes]
 
@@ -149,9 +175,11 @@ class Unmapped:
             done = 0
             while done < size_bytes:
                 done += os.preadv(self._fd, [own[done:]], offset + done)
+            if os.pread(self._fd, 1, mark)[0] != _LENT:  # it may have been used again meanwhile
+                raise TakenBack
             return own
         finally:
-            os.pwrite(self._fd, b"\0", mark)
+            os.pwrite(self._fd, bytes((_FREE,)), mark)
 
     def __del__(self, close: Any = os.close) -> None:
         close(self._fd)
@@ -176,6 +204,11 @@ class Holder(Protocol):
     @property
     def is_gone(self) -> bool:
         """Its process has ended: it will not clear its marks."""
+        ...
+
+    @property
+    def is_over(self) -> bool:
+        """The link to it has been given up by this process; and it swaps its marks, as this one does."""
         ...
 
 
@@ -219,6 +252,7 @@ class Slot:
         "receivers",
         "reserved_bytes",
         "segment",
+        "taken_back",
     )
 
     def __init__(self, segment: Segment, index: int) -> None:
@@ -230,6 +264,7 @@ class Slot:
         self.receivers = 1
         self.lent: list[tuple[int, Holder]] = []  # (mark, who), since it was last free
         self.lent_count = 0
+        self.taken_back: set[int] = set()  # marks that are not used any more
         self.free_since_s = 0.0
 
     def reserve(self, size_bytes: int) -> None:
@@ -264,13 +299,14 @@ class Slot:
 
     def lend(self, holder: Holder) -> int | None:
         """The mark that `holder` is to clear, or None when it cannot be lent to so many."""
-        if self.lent_count == MARKS_EACH:
-            return None
-        mark = self.first_mark + self.lent_count
-        self.lent_count += 1
-        self.segment.mapping.marks[mark] = 1
-        self.lent.append((mark, holder))
-        return mark
+        while self.lent_count < MARKS_EACH:
+            mark = self.first_mark + self.lent_count
+            self.lent_count += 1
+            if mark not in self.taken_back:
+                self.segment.mapping.marks[mark] = _LENT
+                self.lent.append((mark, holder))
+                return mark
+        return None
 
     @property
     def kind(self) -> int:
@@ -281,9 +317,17 @@ class Slot:
     def is_free(self) -> bool:
         """Whether nobody to whom it was lent has it any more. For one whose lease is gone."""
         if self.lent:
-            marks = self.segment.mapping.marks
-            self.lent = [(mark, holder) for mark, holder in self.lent if marks[mark] and not holder.is_gone]
+            self.lent = [each for each in self.lent if self._is_held(*each)]
         return not self.lent
+
+    def _is_held(self, mark: int, holder: Holder) -> bool:
+        marks = self.segment.mapping.marks
+        if not marks[mark] or holder.is_gone:
+            return False
+        if compiled.part is not None and holder.is_over and compiled.part.swap(marks, mark, _LENT, _FREE):
+            self.taken_back.add(mark)
+            return False
+        return True
 
 
 def can_share() -> str:

@@ -37,8 +37,8 @@ from monarch.transports.ipc import UnixTransport
 from monarch.transports.memory import Returned, copied
 from monarch.transports.pool import Pool
 from monarch.transports.ring_link import RingLink
-from monarch.transports.segments import Mapping, Unmapped, attach, borrow, can_share
-from monarch.transports.stream import StreamLink
+from monarch.transports.segments import Mapping, TakenBack, Unmapped, attach, borrow, can_share
+from monarch.transports.stream import StreamLink, severed
 
 _DESCRIPTION: Final = Struct("<IIQII")  # segment, mark, offset, kind of loan, descriptor of the owner
 _FOR_GOOD, _TO_COPY, _RETURNED = range(3)
@@ -62,6 +62,7 @@ class FdSocket(socket.socket):
         """Borrowed."""
         self.arrived: deque[int] = deque()
         """Owned. Those of the first segments; from the first that was lost on, none."""
+        self.peer_is_compiled = False
         self._lost_some = False
 
     def send(self, data: Any, flags: int = 0) -> int:
@@ -109,7 +110,7 @@ class FdSocket(socket.socket):
 class _Process:
     """The process at the other end of a link: a `segments.Holder`."""
 
-    def __init__(self, sock: socket.socket, pid: int) -> None:
+    def __init__(self, sock: FdSocket, pid: int) -> None:
         self._sock = sock
         self._pid = pid
         self._born = _birth(self._pid)
@@ -131,6 +132,10 @@ class _Process:
     def is_gone(self) -> bool:
         # A link that ended is where to look further: what a living process holds, it will give back.
         return self._sock.fileno() < 0 and _birth(self._pid) != self._born
+
+    @property
+    def is_over(self) -> bool:
+        return self._sock.peer_is_compiled and self._sock.fileno() < 0
 
 
 def _birth(pid: int) -> bytes | None:
@@ -210,6 +215,7 @@ class _Sharing:
 
         Raises:
             RemoteProtocolError: there is no such memory.
+            LinkSevered: the peer has given this link up.
         """
         number, mark, offset, kind, fd = _DESCRIPTION.unpack(description)
         segment = self._segments.get(number)
@@ -227,6 +233,8 @@ class _Sharing:
             return memory if kind == _FOR_GOOD else copied(memory)
         except MemoryError:
             return Missing.of(size_bytes)
+        except TakenBack:
+            raise severed(self._peer, "it has been given up there, with what was on its way") from None
         except (OSError, ValueError) as error:
             raise RemoteProtocolError(f"shared memory of {self._peer} cannot be used: {error}") from error
 

@@ -16,6 +16,7 @@ import pytest
 from attrs import evolve
 from net import LIMIT_S, SECRET, Collector, Net, cut, descriptors, peer, send, until, value
 
+from monarch import compiled
 from monarch.core import goodbye
 from monarch.core import peers as peers_module
 from monarch.core.driver import Signal
@@ -28,6 +29,7 @@ from monarch.core.proc import Proc
 from monarch.core.protocol import SESSION, FrameType, Hello, Session
 from monarch.errors import TransportError
 from monarch.transports.faults import Faults
+from monarch.transports.pool import Pool
 
 WAITS_S = 0.3
 
@@ -685,14 +687,14 @@ def test_a_sink_that_raises_does_not_cost_the_messages_behind(net: Net, caplog: 
     assert "message.failed" in caplog.text and peer(b, a).breaks == 0
 
 
-def _be_interrupted(a: Proc, b: Proc, number: int, all_sent: threading.Event) -> None:
+def _be_interrupted(a: Proc, b: Proc, number: int, all_sent: threading.Event, more: bytes = b"") -> None:
     """Lead `b` while `a` sends it x/1 to x/19, until what is delivered there interrupts this thread."""
     waiting = Signal()
 
     def talk() -> None:
         until(lambda: bool(waiting.pumping))
         for n in range(1, 20):
-            send(a, b, number, b"x/%d" % n)
+            send(a, b, number, b"x/%d" % n + more)
         all_sent.set()
 
     sender = _threads(talk)
@@ -744,6 +746,33 @@ def test_nobody_is_told_of_a_message_before_an_interrupt_can_have_cost_it(shm_ne
     _be_interrupted(a, b, number, all_sent)
     until(lambda: len(at_b.got) == 20 and len(at_a.got) == 2)
     assert _numbers(at_b.got, b"x") == list(range(20))
+
+
+@pytest.mark.skipif(bool(compiled.why_not), reason=compiled.why_not or "there is a compiled part")
+def test_an_interrupt_of_the_thread_that_leads_costs_no_shared_memory(
+    shm_net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was lent over the link that ends with it, and not read there."""
+    monkeypatch.setattr(shm_net.transport, "memory", pool := Pool(1 << 30))
+    a, b = shm_net.proc("a"), shm_net.proc("b")
+    number, at_b = shm_net.port(b)
+    send(a, b, number, b"x/0")
+    until(lambda: at_b.got)
+    take, all_sent = at_b.deliver, threading.Event()
+    me, interrupted = threading.get_ident(), []
+
+    def deliver(envelope: Envelope) -> None:
+        if threading.get_ident() == me and not interrupted:
+            all_sent.wait(LIMIT_S)
+            interrupted.append(pool.statistics()["lent_slots"])
+            raise KeyboardInterrupt
+        take(envelope)
+
+    at_b.deliver = deliver  # type: ignore[method-assign]
+    _be_interrupted(a, b, number, all_sent, bytes(1 << 20))
+    until(lambda: len(at_b.got) == 20)
+    assert interrupted[0] > 10
+    until(lambda: pool.statistics()["lent_slots"] == 0)
 
 
 def test_a_timer_that_raises_does_not_cost_the_others(net: Net, caplog: pytest.LogCaptureFixture) -> None:

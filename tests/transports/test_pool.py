@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 from attrs import define
 
+from monarch import compiled
 from monarch.transports import pool as pool_module
 from monarch.transports import registry, segments
 from monarch.transports.pool import Pool
-from monarch.transports.segments import MARKS_EACH, SMALLEST_BYTES, Mapping, borrow, can_share
+from monarch.transports.segments import MARKS_EACH, SMALLEST_BYTES, Mapping, TakenBack, Unmapped, borrow, can_share
 
 pytestmark = pytest.mark.skipif(bool(can_share()), reason=can_share() or "it can")
 
@@ -25,6 +26,7 @@ MIB = 1 << 20
 @define
 class Holder:
     is_gone: bool = False
+    is_over: bool = False
 
 
 @pytest.fixture
@@ -97,6 +99,56 @@ def test_what_a_dead_process_held_is_free(pool):
     holder.is_gone = True
     assert pool.statistics()["lent_slots"] == 0
     del kept
+
+
+@pytest.mark.skipif(bool(compiled.why_not), reason=compiled.why_not or "there is a compiled part")
+def test_what_nobody_read_before_its_link_was_given_up_is_free_and_its_mark_is_never_used_again(pool):
+    memory, holder = pool.allocate(MIB, receivers=2), Holder()
+    slot = pool.slot_of(memory)
+    marks = [slot.lend(holder), slot.lend(holder)]
+    kept = borrow(slot.segment.mapping, slot.offset, MIB, marks[0])
+    del memory
+    assert pool.statistics()["lent_slots"] == 1
+    holder.is_over = True
+    assert pool.statistics()["lent_slots"] == 1
+    del kept
+    assert pool.statistics()["lent_slots"] == 0
+    memory = pool.allocate(MIB, receivers=MARKS_EACH)
+    assert pool.slot_of(memory) is slot
+    again = [slot.lend(Holder()) for _ in range(MARKS_EACH)]
+    assert again[0] == marks[0] and marks[1] not in again and again[-1] is None
+    for attached in slot.segment.mapping, Unmapped(os.dup(slot.segment.fd)):
+        with pytest.raises(TakenBack):
+            if isinstance(attached, Unmapped):
+                attached.read(slot.offset, MIB, marks[1])
+            else:
+                borrow(attached, slot.offset, MIB, marks[1])
+
+
+def test_without_the_compiled_part_what_nobody_read_is_free_when_the_process_ends(pool, monkeypatch):
+    monkeypatch.setattr(compiled, "part", None)
+    memory, holder = pool.allocate(MIB), Holder()
+    pool.slot_of(memory).lend(holder)
+    del memory
+    holder.is_over = True
+    assert pool.statistics()["lent_slots"] == 1
+    holder.is_gone = True
+    assert pool.statistics()["lent_slots"] == 0
+
+
+@pytest.mark.skipif(bool(compiled.why_not), reason=compiled.why_not or "there is a compiled part")
+def test_a_byte_is_swapped_where_it_is_what_it_was_taken_for():
+    memory = bytearray(b"\1\2\3")
+    assert not compiled.part.swap(memory, 1, 1, 7) and compiled.part.swap(memory, 1, 2, 7)
+    assert memory == b"\1\7\3"
+    for at in -1, 3:
+        with pytest.raises(IndexError):
+            compiled.part.swap(memory, at, 0, 0)
+    with pytest.raises(BufferError):
+        compiled.part.swap(b"\1", 0, 1, 2)
+    with pytest.raises(OverflowError):
+        compiled.part.swap(memory, 0, 1, 256)
+    assert memory == b"\1\7\3"
 
 
 def test_slots_are_used_again(pool):
@@ -209,7 +261,7 @@ def test_a_forked_child_gives_nothing_back_and_writes_to_its_own():
 import os
 from monarch.transports import registry
 from monarch.transports.segments import Mapping, borrow
-class Holder: is_gone = False
+class Holder: is_gone = is_over = False
 pool = registry.get("shm").memory
 memory = pool.allocate(1 << 20)
 slot = pool.slot_of(memory)

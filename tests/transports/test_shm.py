@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from monarch import sealed
-from monarch.errors import RemoteProtocolError
+from monarch.errors import LinkSevered, RemoteProtocolError
 from monarch.transports import registry, ring, shm
 from monarch.transports.base import Link, Missing
 from monarch.transports.framing import ELSEWHERE, header
@@ -301,6 +301,32 @@ def test_a_description_of_what_is_not_there_breaks_the_link(links):
     left, right = links
     left._stream._sock.send(header(1).pack(1, ELSEWHERE | 100_000) + bytes(24))
     assert isinstance(Receiver(right).until_end(), RemoteProtocolError)
+
+
+@pytest.mark.skipif(bool(ring.why_not), reason=ring.why_not or "there are rings")
+@pytest.mark.parametrize("way", ["ring", "stream"])
+def test_what_was_in_flight_over_a_link_that_broke_is_lent_no_longer_and_nobody_reads_it(pool, links, way):
+    left, right = links
+    exchange(left, right, [[b"the way is open"], *([[b"x" * MIB]] if way == "ring" else [])])
+    assert left.recv_nowait() == []
+    frames = [[b"head"], *([b"%d" % at * MIB, b"y" * MIB] for at in range(3))]
+    assert left.send_nowait(frames) == len(frames) and pool.statistics()["lent_slots"] == 6
+    left.abort()
+    assert pool.statistics()["lent_slots"] == 0
+    del [pool.allocate(MIB) for _ in range(6)][:]  # others use the memory
+    receiver = Receiver(right)
+    assert isinstance(receiver.until_end(), LinkSevered)
+    assert receiver.frames == [[b"head"]]
+
+
+def test_what_was_read_before_its_link_broke_stays_lent_until_it_is_let_go(pool, links):
+    left, right = links
+    ((arrived,),) = exchange(left, right, [[b"x" * MIB]])
+    left.abort()
+    right.abort()
+    assert pool.statistics()["lent_slots"] == 1 and arrived == b"x" * MIB
+    del arrived
+    assert pool.statistics()["lent_slots"] == 0
 
 
 PEER = """

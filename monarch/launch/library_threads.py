@@ -2,7 +2,8 @@
 
 The template imports with one thread, since a fork copies no others. OpenBLAS starts threads when it is told of another
 number, and new threads spin for a while: 115 ms of CPU for each process, measured with 2 CPUs. So they are ended at
-once, and OpenBLAS starts them again at its first product of matrices. The template tells it the number that most
+once, and OpenBLAS starts them again at its first product of matrices. It has a function that ends them, which newer
+builds (that of numpy 2.5) hide; all of them end their threads before a fork. The template tells it the number that most
 children want; a child has something to tell only where its environment is another.
 """
 
@@ -61,9 +62,16 @@ def _openblas() -> list[tuple[Callable[[int], Any], Callable[[], Any]]]:
         words = Path("/proc/self/maps").read_text().split()
         for path in {word for word in words if word.startswith("/") and "openblas" in word}:
             library = ctypes.CDLL(path)
-            end_threads = getattr(library, "blas_thread_shutdown_", lambda: None)
+            end_threads = getattr(library, "blas_thread_shutdown_", _end_by_fork)
             for name in ("openblas_set_num_threads", "openblas_set_num_threads64_"):
                 set_threads = getattr(library, name, None) or getattr(library, f"scipy_{name}", None)
                 if set_threads is not None:
                     found.append((set_threads, end_threads))
     return found
+
+
+def _end_by_fork() -> None:
+    pid = os.fork()
+    if not pid:
+        os._exit(0)
+    os.waitpid(pid, 0)

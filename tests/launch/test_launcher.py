@@ -641,6 +641,23 @@ tell([*counts, len(os.listdir("/proc/self/task")), numpy.random.rand()])
     assert len(set(numbers)) == 3
 
 
+def test_a_fork_ends_the_threads_of_an_openblas_that_hides_how_to() -> None:
+    pytest.importorskip("numpy")
+    code = """
+import os, numpy
+from monarch.launch import library_threads
+threads = lambda: len(os.listdir("/proc/self/task"))
+for set_threads, _ in library_threads._openblas():
+    set_threads(3)
+before = threads()
+library_threads._end_by_fork()
+print(before, threads())
+"""
+    env = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "3 1\n", done.stderr
+
+
 def test_modules_are_preloaded_for_a_later_launch_too(own_bench: Bench, entry_on_path: Path) -> None:
     (entry_on_path / "shared_by_all.py").write_text("import os\npid = os.getpid()\n")
     (entry_on_path / "broken_module.py").write_text("raise ValueError\n")

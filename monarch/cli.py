@@ -323,6 +323,37 @@ def _exec(args: argparse.Namespace) -> int:
     return status
 
 
+def _add_shell(commands: Commands) -> None:
+    shell = commands.add_parser(
+        "shell",
+        help="work with a shell on a host of a job",
+        description="Work with a shell on a host of the current job: in the first one of the first mesh, where nothing "
+        "else is said. What is typed goes there, or what comes through the standard input, until its end. The status "
+        "is that of the shell. What it leaves running ends with it.",
+    )
+    shell.add_argument("--mesh", metavar="NAME", help="of that mesh")
+    shell.add_argument("--point", type=_sizes, metavar="DIM=N,...", help="that host of the mesh")
+    shell.add_argument(
+        "-e", "--env", type=_variable, action="append", default=[], metavar="NAME=VALUE", help="with that variable"
+    )
+    shell.add_argument("--workdir", metavar="DIR", help="in that directory")
+    shell.add_argument("--kill", action="store_true", help="end the job afterwards")
+    shell.set_defaults(run=_shell)
+
+
+def _shell(args: argparse.Namespace) -> int:
+    commands = import_module("monarch.job.commands")
+    try:
+        status: int = commands.shell(mesh=args.mesh, point=args.point, env=dict(args.env), workdir=args.workdir)
+        if args.kill:
+            commands.kill()
+    except BrokenPipeError:
+        raise
+    except (commands.NoJob, RuntimeError, ValueError, OSError) as error:
+        return _failed("shell", error)
+    return status
+
+
 def _add_kill(commands: Commands) -> None:
     kill = commands.add_parser("kill", help="end a job", description="End the current job, and give its hosts back.")
     kill.set_defaults(run=_kill)
@@ -388,7 +419,6 @@ def _rdma_check(args: argparse.Namespace) -> int:
 
 
 _PLANNED: Final = {
-    "shell": "a terminal on a host of a job",
     "context": "keep several jobs apart",
 }
 
@@ -414,6 +444,7 @@ _COMMANDS: Final = (
     _add_secret,
     _add_apply,
     _add_exec,
+    _add_shell,
     _add_kill,
     _add_debug,
     _add_rdma,

@@ -190,12 +190,12 @@ def test_version():
 
 
 def test_planned_commands_say_that_they_are_planned():
-    command = [sys.executable, "-m", "monarch", "shell", "--all", "ls"]
+    command = [sys.executable, "-m", "monarch", "context", "--all", "ls"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=30)
 
     assert (result.returncode, result.stdout) == (1, "")
-    assert "monarch shell (a terminal on a host of a job) is planned" in result.stderr
+    assert "monarch context (keep several jobs apart) is planned" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from monarch.job.base import (
 )
 from monarch.job.batch import BatchJob
 from monarch.job.execute import exec_command
+from monarch.job.interactive import shell
 from monarch.job.local import LocalJob
 from monarch.job.login import LoginJob, ProcessState, SSHJob
 from monarch.job.process import ProcessJob
@@ -45,4 +46,5 @@ __all__ = [
     "job_loads",
     "load_current_job",
     "set_current_job",
+    "shell",
 ]

@@ -1,4 +1,4 @@
-"""What `monarch apply`, `exec` and `kill` do with the job in the cache."""
+"""What `monarch apply`, `exec`, `shell` and `kill` do with the job in the cache."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Final
 
 from monarch.errors import it_has
+from monarch.job import interactive
 from monarch.job.base import DEFAULT_JOB_PATH, JobTrait, job_load, named_job
 from monarch.job.execute import Command, exec_command
+from monarch.mesh.host_mesh import HostMesh
 
 _NONE: Final = f"there is no current job ({DEFAULT_JOB_PATH}): `monarch apply MODULE.ATTRIBUTE` makes one"
 
@@ -75,15 +77,7 @@ def execute(
     Raises:
         NoJob: there is no active job, or it has no such mesh.
     """
-    try:
-        job = job_load(DEFAULT_JOB_PATH)
-    except FileNotFoundError:
-        raise NoJob(_NONE) from None
-    if not job.active:
-        raise NoJob("the current job has ended; `monarch kill` forgets it")
-    meshes = job.state(None).meshes
-    if mesh is not None and mesh not in meshes:
-        raise NoJob(f"the current job has no mesh {mesh!r}; {it_has(meshes, mesh)}")
+    meshes = _meshes(mesh)
     if everywhere or (mesh is not None and point is None and not one):
         folder = Path(".monarch") / "exec" / time.strftime("%Y%m%d-%H%M%S")
         status = 0
@@ -96,6 +90,47 @@ def execute(
     chosen = meshes[mesh] if mesh is not None else next(iter(meshes.values()))
     rank = 0 if point is None else None
     return exec_command(chosen, command, env, workdir, rank=rank, point=point, per_host=per_host).get()
+
+
+def shell(
+    *,
+    mesh: str | None = None,
+    point: Mapping[str, int] | None = None,
+    env: Mapping[str, str] | None = None,
+    workdir: str | None = None,
+) -> int:
+    """Work with a shell on a host of the current job, in this terminal; returns its exit status.
+
+    Args:
+        mesh: of this mesh; the first by default.
+        point: that host of the mesh; the first by default.
+
+    Raises:
+        NoJob: there is no active job, or it has no such mesh or host.
+        ValueError, OSError, SupervisionError: as `monarch.job.shell`.
+    """
+    meshes = _meshes(mesh)
+    chosen = meshes[mesh] if mesh is not None else next(iter(meshes.values()))
+    where = dict.fromkeys(chosen.extent, 0) if point is None else point
+    try:
+        host = chosen.slice(**where)
+    except LookupError as error:
+        raise NoJob(str(error)) from error
+    return interactive.shell(host, env=env, workdir=workdir)
+
+
+def _meshes(named: str | None) -> Mapping[str, HostMesh]:
+    """Those of the current job, `named` among them."""
+    try:
+        job = job_load(DEFAULT_JOB_PATH)
+    except FileNotFoundError:
+        raise NoJob(_NONE) from None
+    if not job.active:
+        raise NoJob("the current job has ended; `monarch kill` forgets it")
+    meshes = job.state(None).meshes
+    if named is not None and named not in meshes:
+        raise NoJob(f"the current job has no mesh {named!r}; {it_has(meshes, named)}")
+    return meshes
 
 
 def command_of(words: Sequence[str], script: str | None, module: str | None) -> Command:

@@ -53,7 +53,7 @@ class Started:
     def signal(self, signum: int) -> None:
         """To it and to all of its session, if it is the same process still."""
         if self.is_alive():
-            for pid in _session(self.pid):
+            for pid in members_of_session(self.pid):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signum)
 
@@ -131,11 +131,12 @@ def _birth(pid: int) -> str:
     return "" if fields[0] in "ZX" else fields[19]
 
 
-def _session(leader: int) -> list[int]:
+def members_of_session(leader: int) -> list[int]:
+    """The processes of that session which have not ended."""
     found = []
     for name in os.listdir("/proc"):
         if name.isdecimal():
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                if os.getsid(int(name)) == leader:
+                if os.getsid(int(name)) == leader and _birth(int(name)):
                     found.append(int(name))
     return found

@@ -15,6 +15,7 @@ from typing import Final
 
 from attrs import define, evolve, field
 
+from monarch.core.ids import Uid
 from monarch.errors import MonarchError
 from monarch.log import get_logger
 
@@ -74,6 +75,11 @@ class Down:
     def then(self, later: Down) -> Down:
         """Why something has ended that was about to end as this says when `later` came: the first failure counts."""
         return later if self.stopped else self
+
+    def loss_of(self, uid: Uid) -> Down:
+        """Why a process is gone whose host is, as this says."""
+        kind = "stopped" if self.stopped else "unreachable"
+        return Down(kind, f"process {uid} is lost with its host: {self.reason}", host=self.host).because(self)
 
     def because(self, cause: Down) -> Down:
         return evolve(self, cause=cause)

@@ -365,9 +365,7 @@ class Peers:
             kept = [each.proc for each in self._by_key.values() if each.proc.keeper == proc and each.down is None]
         # Nobody is left who could tell of their ends, and who outlives the agent of its host is ended.
         for each in kept:
-            kind = "stopped" if down.stopped else "unreachable"
-            text = f"process {each.uid} is lost with its host: {down.reason}"
-            self.declare_gone(each, Down(kind, text, host=down.host).because(down))
+            self.declare_gone(each, down.loss_of(each.uid))
 
     # ---- the end of this process
 

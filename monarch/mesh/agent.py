@@ -79,12 +79,12 @@ class ProcAgent:
         self._unprepared: Down | None = None  # the bootstrap function failed: no actor of others is made any more
         self._setup_lock = threading.RLock()  # the setup's thread is through, the driving thread adds
         self._parentages: dict[bytes, Parentage] = {}  # by what they are encoded as
-        self._stopping_all = False
+        self._stopping_all = self._is_lost = False
         self._unheard: set[int] = set()  # actors that have failed, and whose owner has not heard of it for sure
         self._end_lock = threading.Lock()
         runtime.handlers["spawn"] = self._on_spawn
         runtime.handlers["stop_actor"] = self._on_stop_actor
-        runtime.handlers["stop_all"] = lambda envelope, reason: self.stop_all(reason)
+        runtime.handlers["stop_all"] = lambda envelope, reason: self.stop_all(Down("stopped", reason))
         runtime.handlers["cut_short"] = lambda envelope, reason, left_s: self.cut_short(reason, left_s)
         runtime.on_proc_gone.append(self._on_proc_gone)
 
@@ -177,6 +177,8 @@ class ProcAgent:
 
         if owner.proc.key == runtime.key:
             runtime.books.member_down(number, rank, down)
+        elif self._is_lost:
+            pass  # that its host is gone, it hears from others, of all processes there, and once
         elif down.stopped:
             runtime.tell(owner.proc, "member_down", number, rank, down)
         else:
@@ -200,10 +202,10 @@ class ProcAgent:
         elif not waiting and runtime.monitors.gone((runtime.key, number)) is None:
             runtime.never_born(number, down)  # its SPAWN has not come through here
 
-    def stop_all(self, reason: str) -> None:
-        """Stop every actor gracefully, make no others, and call `on_end` when none is left. Does not block."""
-        self._stopping_all = True
-        down = Down("stopped", reason)
+    def stop_all(self, down: Down) -> None:
+        """Stop every actor gracefully, make no others, and call `on_end` when none is left; where that is no stop, but
+        the loss of this process, the owners are not told. Does not block."""
+        self._stopping_all, self._is_lost = True, not down.stopped
         for actor in self._instances():
             actor.request_stop(down)
         self.end_if_idle()

@@ -99,6 +99,13 @@ def explain_delay(runtime: MeshProc, keeper: ProcId) -> None:
     runtime.gateway.peers.on_failed_try = failed
 
 
+def _why_it_ends(runtime: MeshProc, keeper: ProcId, down: Down) -> Down:
+    """For the actors of this process, whose keeper is gone as `down` says."""
+    if keeper.key == runtime.root.key:
+        return Down("stopped", f"the client's process is gone: {down.reason}")
+    return down.loss_of(runtime.proc_id.uid)
+
+
 def main(payload: bytes, *link: int) -> None:
     """Entry point of a launched process. `link`: what its keeper has handed down."""
     boot: Boot = pickle.loads(payload)
@@ -121,12 +128,12 @@ def main(payload: bytes, *link: int) -> None:
 
     def on_gone(key: int, down: Down) -> None:
         if key == keeper.key:
-            # Nobody is left to report to; the guardian of the host ends this process anyway.
+            # The guardian of the host ends this process anyway. The client, if that is left, shall not hear of a stop.
             if not down.pid and not excuse.say(down.reason):
                 sys.stderr.write(f"process {boot.proc.uid} could not come up: {down.reason}\n")
             cut_off.append(down)
             runtime.gateway.call_later(_LAST_WORDS_S, lambda: os._exit(1))
-            runtime.agent.stop_all(f"the client's process is gone: {down.reason}")
+            runtime.agent.stop_all(_why_it_ends(runtime, keeper, down))
 
     runtime.on_proc_gone.append(on_gone)
     client = ProcClient(runtime, ActorId(runtime.proc_id, new_number(), "client"))

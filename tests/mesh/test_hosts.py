@@ -13,6 +13,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -251,6 +252,36 @@ def test_a_worker_that_is_killed_is_the_failure_of_its_processes(client: TestCli
         with pytest.raises(SupervisionError, match=f"the worker at ipc://{tmp_path}/w is gone"):
             mesh.pid.call_one().get(LIMIT_S)
         wait_until_gone(pid)
+
+
+class _Mourner(Actor):
+    """Writes down why it ended."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    @endpoint
+    def parents(self) -> list[int]:
+        template = os.getppid()
+        status = Path(f"/proc/{template}/status").read_text()
+        return [template, int(status.partition("PPid:")[2].split()[0])]
+
+    def __cleanup__(self, exc: Exception | None) -> None:
+        self._path.write_text(repr(exc))
+
+
+def test_an_actor_that_outlives_its_worker_for_a_moment_has_failed_and_was_not_stopped(
+    client: TestClient, tmp_path: Path
+) -> None:
+    with worker(f"ipc://{tmp_path}/w") as served, ExitStack() as after:
+        mesh = attach_to_workers(workers=[served.url]).spawn_procs().spawn("w", _Mourner, tmp_path / "why")
+        for pid in mesh.parents.call_one().get(LIMIT_S):  # both would end it
+            os.kill(pid, signal.SIGSTOP)
+            after.callback(os.kill, pid, signal.SIGCONT)
+        client.allow_faults()
+        served.kill()
+        until(lambda: (tmp_path / "why").exists() and (tmp_path / "why").read_text())
+    assert "is lost with its host" in (tmp_path / "why").read_text()
 
 
 def test_a_worker_says_where_it_listens_and_leaves_no_socket_when_it_is_told_to_end(tmp_path: Path) -> None:

@@ -20,10 +20,7 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: that of this process) and return the exit status."""
-    parser = _parser()
-    args, unknown = parser.parse_known_args(argv)
-    if unknown and args.run is not _planned:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    args = _parser().parse_args(argv)
     try:
         status = int(args.run(args))
         sys.stdout.flush()
@@ -261,20 +258,25 @@ def _add_apply(commands: Commands) -> None:
     apply = commands.add_parser(
         "apply",
         help="start the job that a module describes",
-        description="Ask for the hosts of a job, and remember it as the current one, in .monarch/. They are kept until "
-        "`monarch kill`.",
+        description="Ask for the hosts of a job, and remember it as that of the current context, in .monarch/. They "
+        "are kept until `monarch kill`.",
     )
-    apply.add_argument("job", metavar="MODULE.ATTRIBUTE", help="a job of monarch.job, in a module found from here")
+    apply.add_argument(
+        "job",
+        nargs="?",
+        metavar="MODULE.ATTRIBUTE",
+        help="a job of monarch.job, in a module found from here (default: that of the context, from last time)",
+    )
     apply.set_defaults(run=_apply)
 
 
 def _apply(args: argparse.Namespace) -> int:
     commands = import_module("monarch.job.commands")
     try:
-        job = commands.apply(args.job)
+        name, job = commands.apply(args.job)
     except (commands.NoJob, RuntimeError) as error:
         return _failed("apply", error)
-    print(f"{args.job} is the current job, with the id {job.apply_id}")
+    print(f"{name} is the current job, with the id {job.apply_id}")
     return 0
 
 
@@ -315,9 +317,8 @@ def _exec(args: argparse.Namespace) -> int:
             per_host=args.per_host,
             env=dict(args.env),
             workdir=args.workdir,
+            kill=args.kill,
         )
-        if args.kill:
-            commands.kill()
     except (commands.NoJob, RuntimeError, ValueError) as error:
         return _failed("exec", error)
     return status
@@ -344,9 +345,9 @@ def _add_shell(commands: Commands) -> None:
 def _shell(args: argparse.Namespace) -> int:
     commands = import_module("monarch.job.commands")
     try:
-        status: int = commands.shell(mesh=args.mesh, point=args.point, env=dict(args.env), workdir=args.workdir)
-        if args.kill:
-            commands.kill()
+        status: int = commands.shell(
+            mesh=args.mesh, point=args.point, env=dict(args.env), workdir=args.workdir, kill=args.kill
+        )
     except BrokenPipeError:
         raise
     except (commands.NoJob, RuntimeError, ValueError, OSError) as error:
@@ -355,16 +356,100 @@ def _shell(args: argparse.Namespace) -> int:
 
 
 def _add_kill(commands: Commands) -> None:
-    kill = commands.add_parser("kill", help="end a job", description="End the current job, and give its hosts back.")
+    kill = commands.add_parser(
+        "kill", help="end a job", description="End the job of a context, and give its hosts back."
+    )
+    kill.add_argument("context", nargs="?", metavar="NAME", help="the context (default: the current one)")
     kill.set_defaults(run=_kill)
 
 
 def _kill(args: argparse.Namespace) -> int:
     commands = import_module("monarch.job.commands")
     try:
-        commands.kill()
-    except (commands.NoJob, RuntimeError) as error:
+        commands.kill(args.context)
+    except (commands.NoJob, RuntimeError, ValueError) as error:
         return _failed("kill", error)
+    return 0
+
+
+def _add_context(commands: Commands) -> None:
+    context = commands.add_parser(
+        "context",
+        help="keep several jobs apart",
+        description="Several jobs side by side in one directory, each in a context with a name. One context is the "
+        "current one: the other commands, and programs, look there for their job.",
+    )
+    actions = context.add_subparsers(title="actions", metavar="ACTION", required=True)
+    create = actions.add_parser(
+        "create",
+        help="make one",
+        description="Make a context, without a job; `monarch context use` makes it the current one.",
+    )
+    create.add_argument("name", metavar="NAME")
+    create.add_argument("job", nargs="?", metavar="MODULE.ATTRIBUTE", help="what `monarch apply` starts there")
+    create.set_defaults(run=_create_context)
+    use = actions.add_parser(
+        "use",
+        help="make one the current one",
+        description="Make a context the current one. Jobs of others go on. A job from before there were contexts "
+        "becomes that of the context `default`.",
+    )
+    use.add_argument("name", metavar="NAME")
+    use.set_defaults(run=_use_context)
+    remove = actions.add_parser(
+        "rm",
+        help="remove one",
+        description="Remove a context. The current one, and one with a job that is active, stay, unless --force says "
+        "otherwise.",
+    )
+    remove.add_argument("name", metavar="NAME")
+    remove.add_argument("-f", "--force", action="store_true", help="remove it in any case; an active job is killed")
+    remove.set_defaults(run=_remove_context)
+    listing = actions.add_parser(
+        "ls", help="list them", description="List the contexts, with the current one marked, and what their jobs do."
+    )
+    listing.set_defaults(run=_list_contexts)
+
+
+def _create_context(args: argparse.Namespace) -> int:
+    commands, contexts = import_module("monarch.job.commands"), import_module("monarch.job.contexts")
+    try:
+        contexts.check_name(args.name)
+        if args.job is not None:
+            commands.check_spec(args.job)
+        contexts.create(args.name, args.job or "")
+    except (commands.NoJob, RuntimeError, ValueError) as error:
+        return _failed("context create", error)
+    print(f"{args.name} is there; `monarch context use {args.name}` makes it the current context")
+    return 0
+
+
+def _use_context(args: argparse.Namespace) -> int:
+    try:
+        import_module("monarch.job.contexts").use(args.name)
+    except (RuntimeError, ValueError) as error:
+        return _failed("context use", error)
+    print(f"{args.name} is the current context")
+    return 0
+
+
+def _remove_context(args: argparse.Namespace) -> int:
+    import_module("monarch.job.commands").find_modules_here()
+    try:
+        complaint = import_module("monarch.job.contexts").remove(args.name, force=args.force)
+    except (RuntimeError, ValueError) as error:
+        return _failed("context rm", error)
+    return _failed("context rm", complaint) if complaint else 0
+
+
+def _list_contexts(args: argparse.Namespace) -> int:
+    import_module("monarch.job.commands").find_modules_here()
+    rows = [("CURRENT", "NAME", "JOB", "STATE")]
+    for each in import_module("monarch.job.contexts").listed():
+        rows.append(("*" if each.is_current else "", each.name or "-", each.spec or "-", each.state))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
     return 0
 
 
@@ -418,24 +503,6 @@ def _rdma_check(args: argparse.Namespace) -> int:
     return 0 if report.works else 1
 
 
-_PLANNED: Final = {
-    "context": "keep several jobs apart",
-}
-
-
-def _add_planned(commands: Commands) -> None:
-    for name, purpose in _PLANNED.items():
-        planned = commands.add_parser(name, help=f"planned: {purpose}", add_help=False)
-        planned.set_defaults(run=_planned, command=name)
-
-
-def _planned(args: argparse.Namespace) -> int:
-    print(
-        f"monarch {args.command} ({_PLANNED[args.command]}) is planned, and not part of this version", file=sys.stderr
-    )
-    return 1
-
-
 _COMMANDS: Final = (
     _add_demo,
     _add_ps,
@@ -446,7 +513,7 @@ _COMMANDS: Final = (
     _add_exec,
     _add_shell,
     _add_kill,
+    _add_context,
     _add_debug,
     _add_rdma,
-    _add_planned,
 )

@@ -189,15 +189,6 @@ def test_version():
     assert run("-m", "monarch", "--version").strip() == f"monarch {monarch.__version__}"
 
 
-def test_planned_commands_say_that_they_are_planned():
-    command = [sys.executable, "-m", "monarch", "context", "--all", "ls"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=30)
-
-    assert (result.returncode, result.stdout) == (1, "")
-    assert "monarch context (keep several jobs apart) is planned" in result.stderr
-
-
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [

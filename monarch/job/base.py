@@ -61,6 +61,8 @@ class JobState:
 class JobTrait(ABC):
     """A job; a kind of job says how hosts are had."""
 
+    _cache: str | None = None  # where it is remembered; jobs that an older version has remembered have it in `_files`
+
     def __init__(self) -> None:
         self._applied: str | None = None
         self._lasting = False
@@ -144,11 +146,16 @@ class JobTrait(ABC):
         log.info("job.applied", kind=type(self).__name__, id=self._applied)
 
     def _forget(self) -> None:
-        self._applied = None
-        for path in self._files:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
-        self._files.clear()
+        applied, self._applied = self._applied, None
+        files, self._files = self._files, []
+        if self._cache is not None:
+            cache, self._cache = os.path.realpath(self._cache), None  # it may have got a context meanwhile
+            if _remembers(cache, applied):
+                files.append(cache)
+        for path in files:
+            if not os.path.islink(path):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
 
     def state(self, cached_path: str | os.PathLike[str] | None = DEFAULT_JOB_PATH) -> JobState:
         """The hosts: of this job where it is applied, else of the job that this program is the client script of, or
@@ -163,6 +170,8 @@ class JobTrait(ABC):
         """
         if self.active:
             return self._give(self)
+        if cached_path is not None:  # whatever context is made the current one meanwhile
+            cached_path = os.path.realpath(cached_path)
         self._reused = self._around() or self._reused
         if self._reused is None and cached_path is not None:
             self._reused = self._cached(Path(cached_path))
@@ -175,9 +184,9 @@ class JobTrait(ABC):
         return self._give(self)
 
     def remember(self, path: str | os.PathLike[str]) -> None:
-        """Put this job into a cache, until it is killed."""
-        self._files.append(os.path.abspath(path))
-        self.dump(path)
+        """Put this job into a cache, until it is killed; where `path` is a link, into the file that it leads to."""
+        self._cache = os.path.realpath(path)
+        self.dump(self._cache)
 
     def _give(self, job: JobTrait) -> JobState:
         state = job._state()
@@ -225,8 +234,8 @@ class JobTrait(ABC):
         return pickle.dumps(self)
 
     def dump(self, path: str | os.PathLike[str]) -> None:
-        """This job as a file that only its owner can read, for `job_load`."""
-        target = Path(path)
+        """This job as a file that only its owner can read, for `job_load`. A link at `path` stays, and leads to it."""
+        target = Path(os.path.realpath(path))
         target.parent.mkdir(parents=True, exist_ok=True)
         new = target.with_name(f"{target.name}.{uuid.uuid4().hex}")
         descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -269,6 +278,14 @@ def job_load(path: str | os.PathLike[str]) -> JobTrait:
         if found.st_uid != os.getuid() or found.st_mode & 0o022:
             raise PermissionError(f"{os.fspath(path)} belongs to another user, or others can write to it")
         return job_loads(file.read())
+
+
+def _remembers(cache: str, applied: str | None) -> bool:
+    """Whether the job in that cache is the one with that id, and not one that has been applied since."""
+    try:
+        return job_load(cache)._applied == applied
+    except Exception:
+        return False
 
 
 _current: str | None = None

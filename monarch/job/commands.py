@@ -1,4 +1,4 @@
-"""What `monarch apply`, `exec`, `shell` and `kill` do with the job in the cache."""
+"""What `monarch apply`, `exec`, `shell` and `kill` do with the job of the current context, or of another."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from monarch.errors import it_has
-from monarch.job import interactive
+from monarch.job import contexts, interactive
 from monarch.job.base import DEFAULT_JOB_PATH, JobTrait, job_load, named_job
 from monarch.job.execute import Command, exec_command
 from monarch.mesh.host_mesh import HostMesh
@@ -22,37 +22,88 @@ class NoJob(Exception):
     """A command cannot be done; the text says why, and what to do."""
 
 
-def apply(name: str) -> JobTrait:
-    """Ask for the hosts of the job that `module.attribute` names, and remember it as the current one.
+def apply(name: str | None = None) -> tuple[str, JobTrait]:
+    """Ask for the hosts of the job that `module.attribute` names, and remember it as that of the current context.
+
+    Args:
+        name: by default, that of the last time in this context, or with which the context was made.
+
+    Returns: (its name, the job)
 
     Raises:
         NoJob: there is no such job, or another one is current.
     """
-    if _is_active():
-        raise NoJob("a job is current and active; `monarch kill` ends it")
-    sys.path.insert(0, os.getcwd())
+    context = contexts.current()
+    name = name or (contexts.spec_of(context) if context is not None else "")
+    if not name:
+        raise NoJob("which job? `monarch apply MODULE.ATTRIBUTE`")
+    job = _described(name)
+    with contexts.locked():
+        path = contexts.state_path(context)
+        if path.exists() and _load(context, path).active:
+            raise NoJob(f"{_whose(context)} is active; `monarch kill` ends it")
+        job.apply()
+        job.remember(path)
+        if context is not None:
+            contexts.set_spec(context, name)
+    return name, job
+
+
+def check_spec(name: str) -> None:
+    """Raises: NoJob, where `module.attribute` names none."""
+    _described(name)
+
+
+def find_modules_here() -> None:
+    """Jobs, and classes of jobs, may be in modules of the current directory."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+
+
+def _described(name: str) -> JobTrait:
+    find_modules_here()
     try:
-        job = named_job(name)
+        return named_job(name)
     except (ImportError, AttributeError, TypeError) as error:
         raise NoJob(str(error)) from error
-    job.apply()
-    job.remember(DEFAULT_JOB_PATH)
-    return job
 
 
-def _is_active() -> bool:
+def kill(name: str | None = None) -> None:
+    """End the job of that context, of the current one by default.
+
+    Raises:
+        NoJob: it has none.
+        ValueError, JobError: there is no such context.
+    """
+    if not contexts.state_path(name).exists():
+        raise _no_job(contexts.current() if name is None else name)
+    with contexts.locked():
+        context = contexts.current() if name is None else name
+        path = contexts.state_path(context)
+        _load(context, path).kill()
+        path.unlink(missing_ok=True)  # it may have been moved here, with the directory
+
+
+def _load(context: str | None, path: Path) -> JobTrait:
+    """The job of that context. Raises: NoJob."""
+    find_modules_here()
     try:
-        return job_load(DEFAULT_JOB_PATH).active
+        return job_load(path)
     except FileNotFoundError:
-        return False
+        raise _no_job(context) from None
+    except Exception as error:
+        raise NoJob(f"{path} cannot be read ({type(error).__name__}: {error})") from error
 
 
-def kill() -> None:
-    """End the current job. Raises: NoJob."""
-    try:
-        job_load(DEFAULT_JOB_PATH).kill()
-    except FileNotFoundError:
-        raise NoJob(_NONE) from None
+def _no_job(context: str | None) -> NoJob:
+    if context is None:
+        return NoJob(_NONE)
+    spec = contexts.spec_of(context)
+    return NoJob(f"{_whose(context)} is not there: `monarch apply{'' if spec else ' MODULE.ATTRIBUTE'}` starts it")
+
+
+def _whose(context: str | None) -> str:
+    return "the current job" if context is None else f"the job of context {context}"
 
 
 def execute(
@@ -65,6 +116,7 @@ def execute(
     per_host: Mapping[str, int] | None = None,
     env: Mapping[str, str] | None = None,
     workdir: str | None = None,
+    kill: bool = False,
 ) -> int:
     """Run a command on hosts of the current job; returns the largest status.
 
@@ -73,11 +125,12 @@ def execute(
         everywhere: likewise, of all meshes, one after the other.
         one, point: run it in the first process, or in this one, of `mesh` alone. Without any of these, in the first of
             the first mesh.
+        kill: end the job afterwards; that one, also where another has become the current one.
 
     Raises:
         NoJob: there is no active job, or it has no such mesh.
     """
-    meshes = _meshes(mesh)
+    job, meshes = _job_and_meshes(mesh)
     if everywhere or (mesh is not None and point is None and not one):
         folder = Path(".monarch") / "exec" / time.strftime("%Y%m%d-%H%M%S")
         status = 0
@@ -86,10 +139,13 @@ def execute(
             done = exec_command(meshes[name], command, env, workdir, output, per_host=per_host).get()
             print(f"{name}: status {done}, output in {output}/", file=sys.stderr)
             status = max(status, done)
-        return status
-    chosen = meshes[mesh] if mesh is not None else next(iter(meshes.values()))
-    rank = 0 if point is None else None
-    return exec_command(chosen, command, env, workdir, rank=rank, point=point, per_host=per_host).get()
+    else:
+        chosen = meshes[mesh] if mesh is not None else next(iter(meshes.values()))
+        rank = 0 if point is None else None
+        status = exec_command(chosen, command, env, workdir, rank=rank, point=point, per_host=per_host).get()
+    if kill:
+        job.kill()
+    return status
 
 
 def shell(
@@ -98,39 +154,42 @@ def shell(
     point: Mapping[str, int] | None = None,
     env: Mapping[str, str] | None = None,
     workdir: str | None = None,
+    kill: bool = False,
 ) -> int:
     """Work with a shell on a host of the current job, in this terminal; returns its exit status.
 
     Args:
         mesh: of this mesh; the first by default.
         point: that host of the mesh; the first by default.
+        kill: as for `execute`.
 
     Raises:
         NoJob: there is no active job, or it has no such mesh or host.
         ValueError, OSError, SupervisionError: as `monarch.job.shell`.
     """
-    meshes = _meshes(mesh)
+    job, meshes = _job_and_meshes(mesh)
     chosen = meshes[mesh] if mesh is not None else next(iter(meshes.values()))
     where = dict.fromkeys(chosen.extent, 0) if point is None else point
     try:
         host = chosen.slice(**where)
     except LookupError as error:
         raise NoJob(str(error)) from error
-    return interactive.shell(host, env=env, workdir=workdir)
+    status = interactive.shell(host, env=env, workdir=workdir)
+    if kill:
+        job.kill()
+    return status
 
 
-def _meshes(named: str | None) -> Mapping[str, HostMesh]:
-    """Those of the current job, `named` among them."""
-    try:
-        job = job_load(DEFAULT_JOB_PATH)
-    except FileNotFoundError:
-        raise NoJob(_NONE) from None
+def _job_and_meshes(named: str | None) -> tuple[JobTrait, Mapping[str, HostMesh]]:
+    """The job of the current context, and its meshes, `named` among them. Raises: NoJob."""
+    context = contexts.current()
+    job = _load(context, contexts.state_path(context))
     if not job.active:
-        raise NoJob("the current job has ended; `monarch kill` forgets it")
+        raise NoJob(f"{_whose(context)} has ended; `monarch kill` forgets it")
     meshes = job.state(None).meshes
     if named is not None and named not in meshes:
-        raise NoJob(f"the current job has no mesh {named!r}; {it_has(meshes, named)}")
-    return meshes
+        raise NoJob(f"{_whose(context)} has no mesh {named!r}; {it_has(meshes, named)}")
+    return job, meshes
 
 
 def command_of(words: Sequence[str], script: str | None, module: str | None) -> Command:

@@ -44,7 +44,7 @@ _INHERITS_AT: Final = 4
 _LOOK_S: Final = 1.0
 """The longest sleep of the main thread, and of any that leads in one step. A signal that comes between Python's last
 look at signals and the call of the system does not end that call: about one Ctrl-C in 3,000 would wait for the next
-message."""
+message. Right after another one it is up to one in 100; the compiled part looks again soon then."""
 _JOIN_LIMIT_S: Final = 5.0
 _LEAD_LIMIT_S: Final = 1.0
 """How long `stop` waits for the side thread, and for the thread that leads."""

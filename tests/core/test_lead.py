@@ -166,6 +166,21 @@ def test_a_signal_that_is_held_back_ends_the_wait_after_a_look(leader: Leader) -
         signal.signal(signal.SIGALRM, old)
 
 
+def test_the_sleep_after_one_that_a_signal_ended_is_short(leader: Leader) -> None:
+    """Another may be right behind it, and come too early to end that sleep."""
+    old = signal.signal(signal.SIGALRM, lambda *_: None)
+    began_s = time.monotonic()
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.01, 0.01)
+        assert leader.lead(timeout_s=WAIT_S) is False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        assert leader.lead(timeout_s=WAIT_S) is False
+        assert time.monotonic() < began_s + WAIT_S, "it slept to the end"
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old)
+
+
 def test_nobody_leads_where_a_signal_was_held_back_before(leader: Leader) -> None:
     """Nothing would end the sleep: who is nudged is not asleep yet."""
     old = signal.signal(signal.SIGALRM, lambda *_: None)

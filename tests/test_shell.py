@@ -182,7 +182,7 @@ def test_what_the_shell_leaves_running_ends_with_it(window: Any) -> None:
     wait_until_gone(pid)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_nothing_is_left_of_a_program_that_is_killed(window: Any, signum: int) -> None:
     terminal = window()
     here = int(terminal.run("echo PID $$", "PID (\\d+)")[1])
@@ -342,3 +342,68 @@ def test_the_command_line_has_a_shell_on_a_host_of_the_job(tmp_path: Path, monke
         assert run("kill").returncode == 1
     finally:
         run("kill")
+
+
+def test_a_failure_elsewhere_that_ends_the_program_leaves_the_terminal_as_it_was(window: Any) -> None:
+    terminal = window("""
+        import os
+        from monarch.actor import Actor, endpoint, this_host
+        from monarch.job import shell
+
+        class Other(Actor):
+            @endpoint
+            def pid(self) -> int:
+                return os.getpid()
+
+        if __name__ == "__main__":
+            other = this_host().spawn_procs().spawn("other", Other)
+            print("OTHER", other.pid.call_one().get())
+            shell(this_host(), env={"SHELL": "/bin/sh", "PS1": "<> "})
+    """)
+    pid = int(terminal.expect("OTHER (\\d+)")[1])
+    here = int(terminal.run("echo PID $$", "PID (\\d+)")[1])
+    os.kill(pid, signal.SIGKILL)
+    assert terminal.status() == 1
+    assert not terminal.is_raw
+    assert b"Unhandled monarch error" in terminal.output
+    wait_until_gone(here)
+
+
+def test_a_shell_may_be_called_by_any_thread(window: Any) -> None:
+    terminal = window("""
+        import threading
+        from monarch.actor import this_host
+        from monarch.job import shell
+
+        def work():
+            print("status", shell(this_host(), env={"SHELL": "/bin/sh", "PS1": "<> "}))
+
+        if __name__ == "__main__":
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+    """)
+    terminal.expect("<> ")
+    assert terminal.is_raw
+    terminal.type("exit 6\r")
+    terminal.expect("status 6")
+    assert terminal.status() == 0
+
+
+def test_the_end_of_the_terminal_is_the_end_of_the_shell(window: Any) -> None:
+    """Also of a program that takes no notice of SIGHUP."""
+    terminal = window("""
+        import signal
+        from monarch.actor import this_host
+        from monarch.job import shell
+        if __name__ == "__main__":
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+            shell(this_host(), env={"SHELL": "/bin/sh", "PS1": "<> "})
+    """)
+    pid = int(terminal.run("sh -c 'echo PID $$; exec sleep 1000'", "PID (\\d+)")[1])
+    os.close(terminal.master)
+    try:
+        wait_until_gone(pid)
+        assert terminal.program.wait(LIMIT_S) is not None
+    finally:
+        terminal.master = os.open(os.devnull, os.O_RDONLY)

@@ -44,18 +44,17 @@ class Terminal:
         keyboard: what is typed comes from there; if it is a terminal, it is in raw mode within `with`.
         screen: where it shows.
         on_resize: called in the main thread when the window may have another size; must not block.
+
+    Attributes:
+        is_typed: whether a person types, as far as one can tell: `keyboard` is a terminal, or was one that is gone.
     """
 
     def __init__(self, keyboard: int, screen: int, on_resize: Callable[[], None]) -> None:
         self._keyboard, self._screen = keyboard, screen
+        self.is_typed = os.isatty(keyboard)
         self._on_resize = on_resize
         self._before: list[Any] | None = None
         self._handlers: dict[int, Any] = {}
-
-    @property
-    def is_typed(self) -> bool:
-        """Whether a person types, as far as one can tell."""
-        return os.isatty(self._keyboard)
 
     @property
     def size(self) -> Size:
@@ -93,8 +92,9 @@ class Terminal:
 
     def _make_raw(self) -> None:
         if self.is_typed and self._before is None:
-            self._before = termios.tcgetattr(self._keyboard)
-            tty.setraw(self._keyboard, termios.TCSANOW)
+            with contextlib.suppress(termios.error):  # it is gone
+                self._before = termios.tcgetattr(self._keyboard)
+                tty.setraw(self._keyboard, termios.TCSANOW)
 
     def _leave(self) -> None:
         self.restore()

@@ -162,15 +162,18 @@ class ActorLoop(asyncio.SelectorEventLoop):
         with _making:
             if self._is_begun:
                 return
+            given = dict(vars(self))  # also what the user has set already: it stays
             self._is_begun = True
             try:
                 self._mailbox_selector = _MailboxSelector(self, self._signal, self._driver, self._on_main)
                 super().__init__(self._mailbox_selector)
                 self.set_exception_handler(self._on_error)
                 self.ready = self._ready
+                vars(self).update(given)
                 self._is_plain = False
             except BaseException:
-                self._is_begun = False
+                vars(self).clear()
+                vars(self).update(given)
                 raise
         self._signal.notify()  # it is to be run from now on
 
@@ -182,9 +185,11 @@ class ActorLoop(asyncio.SelectorEventLoop):
     def _take_messages(self) -> None:
         """Until asyncio is asked for something."""
         signal = self._signal
+        hooks = sys.get_asyncgen_hooks()
         self._takes_messages = True
         asyncio._set_running_loop(self)
         try:
+            sys.set_asyncgen_hooks(self._asyncgen_firstiter_hook, self._asyncgen_finalizer_hook)
             while self._is_plain:
                 signal.is_set = False
                 self.turn()
@@ -193,6 +198,7 @@ class ActorLoop(asyncio.SelectorEventLoop):
         finally:
             self._takes_messages = self.is_hidden = False
             asyncio._set_running_loop(None)
+            sys.set_asyncgen_hooks(*hooks)
 
     def is_running(self) -> bool:
         return self._takes_messages or super().is_running()
@@ -264,8 +270,6 @@ class ActorLoop(asyncio.SelectorEventLoop):
         A task schedules its first step with `call_soon` when it is made: catching that one handle and running it saves
         the turn of the loop (4 us of 14 are left). Python 3.12 has `eager_start` for it.
         """
-        if self._is_plain:  # nobody would see to what it begins: it waits for asyncio's first turn
-            return asyncio.Task(coro, loop=self, context=context)
         if sys.version_info >= (3, 12):
             return asyncio.Task(coro, loop=self, context=context, eager_start=True)
         captured: list[asyncio.Handle] = []

@@ -458,6 +458,47 @@ def test_a_coroutine_that_a_plain_loop_starts_has_all_of_asyncio(plain: _Plain) 
     assert closed.get(timeout=10) and isinstance(task, asyncio.Task)
 
 
+def test_a_generator_that_a_plain_loop_has_seen_begin_is_closed_by_asyncio(plain: _Plain) -> None:
+    closed: queue.SimpleQueue[bool] = queue.SimpleQueue()
+
+    async def numbers() -> AsyncIterator[int]:
+        try:
+            yield 1
+        finally:
+            await asyncio.sleep(0)
+            closed.put(True)
+
+    def message() -> None:
+        with pytest.raises(StopIteration):
+            numbers().__anext__().send(None)  # type: ignore[attr-defined]
+
+    plain.tell(message)
+    assert closed.get(timeout=10)
+
+
+def test_what_is_set_on_a_plain_loop_stays(plain: _Plain) -> None:
+    failed: queue.SimpleQueue[str] = queue.SimpleQueue()
+    made: list[str] = []
+
+    def factory(loop: asyncio.AbstractEventLoop, coro: Any, **more: Any) -> asyncio.Task[Any]:
+        made.append("task")
+        return asyncio.Task(coro, loop=loop, **more)
+
+    def message() -> None:
+        plain.loop.mark = 1  # type: ignore[attr-defined]
+        plain.loop.slow_callback_duration = 30.0
+        plain.loop.set_exception_handler(lambda _, context: failed.put(str(context["exception"])))
+        plain.loop.set_task_factory(factory)
+        assert not plain.has_asyncio
+        plain.loop.set_debug(True)
+        plain.loop.create_task(asyncio.sleep(0)).add_done_callback(lambda _: 1 / 0)
+
+    plain.tell(message)
+    assert failed.get(timeout=10) == "division by zero" and made == ["task"]
+    assert plain.loop.get_debug() and plain.loop.slow_callback_duration == 30.0
+    assert plain.loop.mark == 1  # type: ignore[attr-defined]
+
+
 def test_a_failure_of_a_callback_is_told_where_it_was_asked_for(plain: _Plain) -> None:
     told = threading.Event()
 

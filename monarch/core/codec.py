@@ -335,7 +335,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined, unused-
         if reducer is not None:
             return reducer(obj, self.outbox)
         if kind is not FunctionType and not issubclass(kind, type):
-            return NotImplemented
+            is_tensor = tensors.subclassed and issubclass(kind, tensors.subclassed[0])
+            return tensors.reduce_subclass(obj, self.outbox) if is_tensor else NotImplemented
         is_unseen = _SPAWNED_MAIN in sys.modules and _SPAWNED_MAIN not in _by_value_modules
         if is_unseen and getattr(obj, "__module__", None) == _SPAWNED_MAIN:
             cloudpickle.register_pickle_by_value(sys.modules[_SPAWNED_MAIN])

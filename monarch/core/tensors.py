@@ -1,7 +1,7 @@
 """How arrays and tensors travel: their elements, as raw memory, and the few words needed to see them as before.
 
-The codec calls these reducers by exact class, so subclasses keep their own way of pickling. Neither numpy nor torch is
-imported here until there is a value of theirs to encode, or one arrives. Torch's own reductions are never used for
+The codec calls these reducers by exact class, and `reduce_subclass` for subclasses of tensors. Neither numpy nor torch
+is imported here until there is a value of theirs to encode, or one arrives. Torch's own reductions are never used for
 plain tensors: they cost 150 us to write and 200 us to read a tensor of 16x16, and send whole storages.
 
 The rules:
@@ -13,8 +13,11 @@ The rules:
 - `requires_grad` is kept for leaves. A tensor that is the result of an operation arrives as a detached copy: graphs do
   not cross processes. An `nn.Parameter` stays one. Gradients and hooks stay behind.
 - A CUDA tensor goes through the host, and arrives on the receiver's current CUDA device, or on the CPU if it has none.
-- Sparse, quantized and nested tensors, other devices, and subclasses are left to torch's own pickling.
-- numpy arrays of objects are left to numpy's.
+- A subclass of tensors travels as the plain tensor that it is, its class and its state. One that has its own way of
+  pickling keeps it; so do those that compute with something else than their own elements (`__torch_dispatch__`).
+- Sparse, quantized and nested tensors and other devices are left to torch's own pickling; of a quantized tensor that
+  shows a part of its storage, it gets a copy of that part.
+- numpy arrays of objects are left to numpy's, and subclasses of arrays keep their own way.
 
 Buffers of `OUT_OF_BAND_BYTES` and more go to the `Outbox`; smaller ones stay inside the pickle, as a `bytearray`, which
 arrives writable: one part less on the way for three cheap copies.
@@ -22,6 +25,7 @@ arrives writable: one part less on the way for three cheap copies.
 
 from __future__ import annotations
 
+import copyreg
 import ctypes
 import pickle
 import sys
@@ -69,10 +73,14 @@ def install_reducers(table: dict[type, Reducer]) -> None:
             if hasattr(nn, "Parameter"):
                 table[torch.Tensor] = _reduce_tensor  # type: ignore[union-attr]
                 table[nn.Parameter] = _reduce_parameter
+                subclassed.append(torch.Tensor)  # type: ignore[union-attr]
                 _installed.add("torch")
 
 
 _installed: set[str] = set()
+
+subclassed: Final[list[type]] = []
+"""Classes whose subclasses `reduce_subclass` is for: torch's, once it is loaded."""
 
 
 # numpy
@@ -126,7 +134,9 @@ def _reduce_tensor(tensor: Any, outbox: Outbox) -> Any:
     grad = tensor.requires_grad and tensor.is_leaf
     if not tensor.is_cpu and not tensor.is_cuda:
         return NotImplemented
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+    if tensor.is_quantized:
+        return _reduce_quantized(tensor)
+    if tensor.layout is not torch.strided or tensor.is_nested:
         return NotImplemented
     name = _dtype_name(tensor.dtype)
     if tensor.requires_grad:
@@ -183,6 +193,49 @@ def _with_attributes(tensor: Any, outbox: Outbox) -> Any:
 def _attributed(tensor: Any, attributes: dict[str, Any], grad: bool) -> Any:
     tensor.__dict__.update(attributes)
     return tensor.requires_grad_() if grad else tensor
+
+
+def reduce_subclass(tensor: Any, outbox: Outbox) -> Any:
+    """A Reducer for those whose class is a subclass of one of `subclassed`, and has no reducer of its own."""
+    torch = sys.modules["torch"]
+    kind, base = type(tensor), torch.Tensor
+    if (
+        kind.__reduce_ex__ is not base.__reduce_ex__
+        or kind.__reduce__ is not base.__reduce__
+        or kind.__torch_dispatch__ is not base.__torch_dispatch__
+        or hasattr(kind, "__tensor_flatten__")
+        or kind in copyreg.dispatch_table
+    ):
+        return NotImplemented
+    with torch._C.DisableTorchFunctionSubclass():
+        plain = base.detach(tensor)  # not one that the class has
+        grad = tensor.requires_grad and tensor.is_leaf
+    if type(plain) is not base:
+        return NotImplemented
+    if hasattr(tensor, "_clear_non_serializable_cached_data"):
+        tensor._clear_non_serializable_cached_data()
+    return _of_subclass, (plain, kind, torch._utils._get_obj_state(tensor), grad)
+
+
+def _of_subclass(plain: Any, kind: type, state: Any, grad: bool) -> Any:
+    import torch
+
+    tensor = plain.as_subclass(kind)
+    if grad:
+        with torch._C.DisableTorchFunctionSubclass():
+            tensor.requires_grad_()  # before, it would be no leaf
+    set_state: Any = torch._tensor._rebuild_from_type_v2
+    return set_state(lambda: tensor, kind, (), state)
+
+
+def _reduce_quantized(tensor: Any) -> Any:
+    """Torch sends the whole storage: where that is more than the tensor shows, of a copy."""
+    if tensor.untyped_storage().nbytes() <= tensor.nbytes:
+        return NotImplemented
+    try:
+        return tensor.detach().clone().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    except RuntimeError:  # a scheme that torch cannot copy
+        return NotImplemented
 
 
 def _reduce_parameter(parameter: Any, outbox: Outbox) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import sys
 from typing import Any
 
@@ -220,17 +221,138 @@ class Sub(torch.Tensor):
     pass
 
 
+class Named(torch.Tensor):
+    """Has slots, state of its own making, and functions of torch that keep its class away."""
+
+    __slots__ = ("slot",)
+    name = "none"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.Tensor.requires_grad_, "it was made by code that is not its own"
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def detach(self) -> Any:
+        raise AssertionError("this is not for those who pickle")
+
+
+class Stateful(torch.Tensor):
+    def __getstate__(self) -> Any:
+        return {"count": 1}
+
+    def __setstate__(self, state: Any) -> None:
+        self.restored = state["count"] + 1
+
+
+class PicklesItself(torch.Tensor):
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return (len, ("abc",))
+
+
+class PicklesPlainly(torch.Tensor):
+    def __reduce__(self) -> Any:
+        raise AssertionError("torch asks only for the other one")
+
+
+class Registered(torch.Tensor):
+    pass
+
+
+class Dispatching(torch.Tensor):
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError("nothing is computed here")
+
+
+class SubParameter(torch.nn.Parameter):
+    pass
+
+
+@pytest.mark.parametrize("n", [10, 1 << 17])
+def test_a_subclass_sends_only_its_elements_beside_the_pickle(n: int) -> None:
+    big = torch.arange(1 << 18)
+    sub = big[5 : 5 + n].as_subclass(Sub)
+    parts = encode([sub, sub])
+    assert sum(map(len, parts)) < n * 8 + 1000
+    assert len(parts) == (1 if n == 10 else 2)
+    sub += 1  # the snapshot was taken before
+    got, again = decode([bytearray(part) for part in parts])
+    assert type(got) is Sub and again is got and got.is_leaf
+    assert torch.equal(got, torch.arange(5, 5 + n))
+    got += 1
+    assert total(torch.zeros(1 << 18)[:10].as_subclass(SubParameter)) < 1000
+
+
+def test_a_subclass_keeps_its_layout_and_what_it_requires() -> None:
+    for size in (3, 300):
+        for layout in (torch.rand(size, size), torch.rand(size, size).t(), torch.rand(size, 1).expand(size, size)):
+            sub = layout.as_subclass(Sub).requires_grad_()
+            got = sent(sub)
+            assert type(got) is Sub and got.requires_grad and got.is_leaf and torch.equal(got, layout)
+            result = sent(sub * 2)
+            assert type(result) is Sub and not result.requires_grad and result.grad_fn is None
+    assert sent(layout.t().as_subclass(Sub)).shape == layout.t().shape
+
+
+def test_the_state_of_a_subclass_travels() -> None:
+    named = torch.ones(3).as_subclass(Named)
+    with torch._C.DisableTorchFunctionSubclass():
+        named.requires_grad_()
+    named.name, named.slot, named.other = "x", 5, torch.zeros(2).as_subclass(Sub)
+    got = sent(named)
+    assert type(got) is Named and (got.name, got.slot) == ("x", 5) and type(got.other) is Sub
+    assert got.requires_grad and got.is_leaf
+    assert sent(torch.ones(3).as_subclass(Stateful)).restored == 2
+    local = type("Local", (torch.Tensor,), {"table": np.ones(1 << 17)})  # travels by value, with a buffer of its own
+    got = sent(torch.ones(1 << 17).as_subclass(local))
+    assert torch.equal(got.as_subclass(torch.Tensor), torch.ones(1 << 17)) and got.table.sum() == 1 << 17
+
+
+def test_what_a_subclass_has_that_cannot_be_pickled_is_named() -> None:
+    sub = torch.ones(3).as_subclass(Sub)
+    sub.frame = sys._getframe()
+    with pytest.raises(TypeError) as caught:
+        encode([sub])
+    assert "the value[0].frame is a frame" in caught.value.__notes__[0]
+
+
+def test_a_subclass_that_pickles_in_its_own_way_does_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sent(torch.ones(3).as_subclass(PicklesItself)) == 3
+    assert type(sent(torch.ones(3).as_subclass(PicklesPlainly))) is PicklesPlainly
+    monkeypatch.setitem(copyreg.dispatch_table, Registered, lambda _: (len, ("ab",)))
+    assert sent(torch.ones(3).as_subclass(Registered)) == 2
+    wrapper = torch.Tensor._make_wrapper_subclass(Dispatching, (3,))
+    assert tensors.reduce_subclass(wrapper, None) is NotImplemented  # type: ignore[arg-type]
+    lazy = sent(torch.nn.parameter.UninitializedBuffer())
+    assert type(lazy) is torch.nn.parameter.UninitializedBuffer
+
+
 @pytest.mark.filterwarnings("default")  # torch's own pickling is full of them
 def test_what_is_special_is_left_to_torch() -> None:
     sparse = torch.eye(3).to_sparse()
     assert torch.equal(sent(sparse).to_dense(), torch.eye(3))
-    sub = torch.ones(3).as_subclass(Sub)
-    assert type(sent(sub)) is Sub
     meta = torch.empty(3, device="meta")
     assert sent(meta).is_meta
     quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
     assert torch.equal(sent(quantized).dequantize(), quantized.dequantize())
     assert sent(torch.float32) is torch.float32 and sent(torch.Size([1])) == torch.Size([1])
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_slice_of_a_quantized_tensor_sends_only_its_elements() -> None:
+    numbers, scales, zeros = torch.rand(4, 1 << 16), torch.tensor([0.1, 0.2, 0.3, 0.4]), torch.zeros(4)
+    by_tensor = torch.quantize_per_tensor(numbers, 0.1, 3, torch.quint8)
+    by_channel = torch.quantize_per_channel(numbers, scales, zeros.long(), 0, torch.qint8)
+    labelled = by_tensor[:, 4:6]
+    labelled.label = "x"
+    for view in (by_tensor[1:3, 5:25], by_tensor.t()[7:9], by_channel[:, 8:12], labelled, labelled.as_subclass(Sub)):
+        assert total(view) < 3000
+        got = sent(view)
+        assert type(got) is type(view) and got.dtype is view.dtype and got.qscheme() == view.qscheme()
+        assert torch.equal(got.dequantize(), view.dequantize())
+    assert sent(labelled).label == "x"
+    by_four = torch.quantize_per_channel(numbers, scales, zeros, 0, torch.quint4x2)
+    assert torch.equal(sent(by_four).dequantize(), by_four.dequantize())
 
 
 def test_a_quantized_dtype_without_a_scale_is_refused_by_name() -> None:

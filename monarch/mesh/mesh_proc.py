@@ -48,7 +48,7 @@ class MeshProc(Proc):
     def __init__(self, proc_id: ProcId, transport: Transport, secret: bytes, *, root: ProcId | None = None) -> None:
         super().__init__(proc_id, transport, secret, driver=settings.get("link_driver"), limits=_limits())
         if transport.memory is not None:
-            transport.memory.limit_bytes = settings.get("shared_memory_bytes")
+            transport.memory.limit = lambda: settings.get("shared_memory_bytes")
         show_certificates()
         prefer_device(
             settings.get("rdma_ibverbs_target"),

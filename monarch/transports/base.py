@@ -199,8 +199,8 @@ class Inherit(Protocol):
 class Memory(Protocol):
     """Memory from which a transport passes parts on without another copy."""
 
-    limit_bytes: int
-    """How much of it there may be."""
+    limit: Callable[[], int]
+    """How much of it there may be, in bytes: asked whenever more is needed."""
 
     def allocate(self, size_bytes: int, receivers: int = 1) -> memoryview | None:
         """Writable memory, not zeroed, for a part that will be sent to so many receivers. None: put it anywhere.

@@ -15,6 +15,7 @@ Theory of operation. A slot of a segment goes through
 - A slot that a receiver sends back with its answer is lent to this process itself, until the answer is let go.
 - Segments are never closed while their pool lives, so that a receiver maps each of them once.
 - Where pages cannot be had, or the pool's limit is reached, `allocate` returns None, and the caller takes another way.
+  The limit may change: when it is lower than what the pool has, nothing is taken from those it was lent to.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import CodeType
 from typing import Final
@@ -60,7 +61,7 @@ class Pool:
     """See the module. Thread-safe."""
 
     def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
+        self.limit: Callable[[], int] = lambda: limit_bytes
         self.reserved_bytes = 0
         """What the slots have of the system's memory."""
         self._lock = threading.RLock()  # a finalizer or a log handler may send, wherever it runs
@@ -78,7 +79,7 @@ class Pool:
 
         What is sent to one belongs to that one as soon as it has arrived: write nothing to it after sending.
         """
-        if size_bytes < SMALLEST_BYTES or size_bytes > self.limit_bytes or receivers > MARKS_EACH:
+        if size_bytes < SMALLEST_BYTES or size_bytes > self.limit() or receivers > MARKS_EACH:
             return None
         slot = self._slot(size_bytes)
         if slot is None:
@@ -140,6 +141,9 @@ class Pool:
         kind = (size_bytes - 1).bit_length()
         with self._lock:
             self._sort_returned()
+            excess = self.reserved_bytes - self.limit()
+            if excess > 0:  # the limit is lower than it was
+                self._give_back(excess)
             slot = self._take(kind)
             if slot is None:
                 return None
@@ -213,7 +217,7 @@ class Pool:
     # ---- memory of the system
 
     def _may_grow(self, size_bytes: int) -> bool:
-        excess = self.reserved_bytes + size_bytes - self.limit_bytes
+        excess = self.reserved_bytes + size_bytes - self.limit()
         if excess > 0 and self._give_back(excess) < excess:
             return False
         if size_bytes > self._headroom_bytes:
@@ -270,7 +274,7 @@ class Pool:
             self._sort_returned()
             self._sort_lent()
             return {
-                "limit_bytes": self.limit_bytes,
+                "limit_bytes": self.limit(),
                 "reserved_bytes": self.reserved_bytes,
                 "segments": len(self._segments),
                 "free_slots": sum(map(len, self._free.values())),

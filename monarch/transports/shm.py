@@ -287,7 +287,9 @@ class ShmTransport:
         return RingLink(stream, carrier, sharing.lend, sharing.borrowed)
 
     def _in_forked_child(self) -> None:
-        self.memory = Pool(self.memory.limit_bytes)
+        limit = self.memory.limit
+        self.memory = Pool(_LIMIT_BYTES)
+        self.memory.limit = limit
 
 
 TRANSPORT: Final = ShmTransport()

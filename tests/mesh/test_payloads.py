@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from monarch.actor import Actor, endpoint, this_host
+from monarch.config import configured
 from monarch.testing import fresh_client
 from monarch.transports import registry
 
@@ -172,3 +173,17 @@ def test_what_has_no_room_in_shared_memory_arrives_all_the_same(limit_bytes):
         keepers = this_host().spawn_procs({"gpus": 1}).spawn("keeper", Keeper)
         futures = [keepers.echo.call_one(numpy.full(MIB + i, i, numpy.uint8)) for i in range(8)]
         assert [int(future.get(20)[-1]) for future in futures] == list(range(8))
+
+
+def test_how_much_shared_memory_there_may_be_can_be_set_at_any_time():
+    pool = registry.get("shm").memory
+    array = numpy.full(2 * MIB, 7, numpy.uint8)
+    with fresh_client("shm"):
+        keepers = this_host().spawn_procs({"gpus": 1}).spawn("keeper", Keeper)
+        with configured(shared_memory_bytes=MIB):
+            pool.trim(idle_s=0)
+            before = pool.statistics()["reserved_bytes"]
+            assert (keepers.echo.call_one(array).get(20) == array).all()
+            assert pool.statistics()["reserved_bytes"] <= before
+        back = keepers.echo.call_one(array).get(20)
+        assert (back == array).all() and pool.statistics()["reserved_bytes"] >= 2 * MIB

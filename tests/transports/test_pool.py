@@ -213,6 +213,19 @@ def test_nothing_is_taken_that_the_system_does_not_have(pool, monkeypatch):
     assert pool.allocate(2 * MIB) is not None
 
 
+def test_a_lower_limit_counts_from_then_on_and_takes_nothing_from_those_who_have_it(pool):
+    kept = pool.allocate(4 * MIB)
+    kept[0] = 7
+    del [pool.allocate(size * MIB) for size in (8, 2)][:]
+    pool.limit = lambda: 5 * MIB
+    assert pool.allocate(8 * MIB) is None
+    assert pool.allocate(2 * MIB) is None  # of which there was one, unused
+    assert pool.statistics()["reserved_bytes"] == 4 * MIB and kept[0] == 7
+    assert pool.allocate(MIB) is not None
+    pool.limit = lambda: 64 * MIB
+    assert pool.allocate(8 * MIB) is not None
+
+
 def test_a_refusal_of_the_system_leaves_the_pool_as_it_was(pool, monkeypatch):
     def refuse(fd: int, offset: int, length: int) -> None:
         raise OSError(28, "No space left on device")
@@ -283,4 +296,4 @@ assert pool.statistics()["lent_slots"] == 1 and theirs[0] == 1
 
 def test_the_pool_of_the_transport_is_bounded():
     memory = registry.get("shm").memory
-    assert memory is not None and memory.limit_bytes > 0
+    assert memory is not None and memory.limit() > 0

@@ -85,7 +85,7 @@ def test_no_bell_gets_into_the_middle_of_a_frame(pool, links, monkeypatch):
     left, right = links
     exchange(left, right, [[b"the way is open"]])
     assert left.recv_nowait() == []
-    pool.limit_bytes = 0
+    pool.limit = lambda: 0
     receiver = Receiver(right)
 
     def make_room_and_ring(fd: int, really: Callable[[int], bool] = ring.ring_bell) -> bool:
@@ -200,7 +200,7 @@ def test_only_what_was_lent_comes_back(pool, links):
 
 @pytest.mark.parametrize("limit_bytes", [0, MIB])
 def test_without_room_parts_go_through_the_socket(pool, links, limit_bytes):
-    pool.limit_bytes = limit_bytes
+    pool.limit = lambda: limit_bytes
     got = exchange(*links, [[b"%d" % i, bytes([i]) * MIB] for i in range(5)])
     assert [bytes(frame[1][:1])[0] for frame in got] == [0, 1, 2, 3, 4]
     assert all(not memoryview(frame[1]).readonly for frame in got)

@@ -24,11 +24,11 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from types import CodeType
 from typing import Final
 
 from monarch.log import get_logger
+from monarch.transports.available import available_bytes
 from monarch.transports.base import Buffer
 from monarch.transports.memory import Memory, at_end, copy
 from monarch.transports.segments import MARKS_EACH, SMALLEST_BYTES, Holder, Segment, Slot, borrow, in_pages
@@ -280,14 +280,3 @@ class Pool:
                 "free_slots": sum(map(len, self._free.values())),
                 "lent_slots": sum(map(len, self._lent.values())),
             }
-
-
-def available_bytes() -> int:
-    """What can be had of the machine's memory, or of this process's control group, without swapping."""
-    available = 1 << 62
-    with suppress(OSError, ValueError), open("/proc/meminfo", "rb") as file:
-        available = next(int(line.split()[1]) << 10 for line in file if line.startswith(b"MemAvailable"))
-    group = "/sys/fs/cgroup/memory"
-    with suppress(OSError, ValueError), open(f"{group}.max", "rb") as most, open(f"{group}.current", "rb") as used:
-        available = min(available, int(most.read()) - int(used.read()))
-    return max(available, 0)

@@ -41,7 +41,7 @@
 #define PAUSE() atomic_signal_fence(memory_order_seq_cst)
 #endif
 
-enum { VERSION = 17 }; /* of what Python calls here; compiled.py names the one that it needs */
+enum { VERSION = 18 }; /* of what Python calls here; compiled.py names the one that it needs */
 enum { HEAD_BYTES = 256, MOST_PARTS = 32, LOOKS_EACH = 64 };
 enum { AWAKE, WOKEN_BY_STREAM, WOKEN_BY_BELL }; /* of a reader: what `asleep` says */
 #define SKIP UINT32_MAX
@@ -1039,6 +1039,8 @@ typedef struct {
     PyObject *behind;   /* a list of what is to be done once messages are here, likewise */
     PyObject *closed;   /* why nothing is accepted any more, or None */
     long long come_bytes, weigh_at_bytes;
+    unsigned long long last_proc, last_actor; /* who sent what came last */
+    char is_mixed; /* it came while there was something of another; who takes it all out forgets that */
 } Inbox;
 
 /* A signal, on which one thread waits, and what wakes one that polls: see monarch/core/driver.py and monarch/wake.py, which
@@ -1193,6 +1195,11 @@ static int has_room(const Inbox *to, long long size) {
 static int queue(Inbox *to, PyObject *envelope, long long size) {
     struct waking how;
     if (!waking_of(to->signal, &how)) return -1;
+    const Envelope *call = (Envelope *)envelope;
+    if (call->src_actor != to->last_actor || call->src_proc != to->last_proc) {
+        to->last_proc = call->src_proc, to->last_actor = call->src_actor;
+        if (PyObject_Size(to->calls) > 0) to->is_mixed = 1;
+    }
     PyObject *queued = PyObject_CallMethodObjArgs(to->calls, name_of_append, envelope, NULL);
     if (queued) ((Signal *)to->signal)->is_set = 1;
     Py_XDECREF(queued);
@@ -1910,6 +1917,9 @@ static PyMemberDef inbox_fields[] = {
     {"come_bytes", T_LONGLONG, offsetof(Inbox, come_bytes), 0, NULL},
     {"weigh_at_bytes", T_LONGLONG, offsetof(Inbox, weigh_at_bytes), 0, NULL},
     {"closed", T_OBJECT_EX, offsetof(Inbox, closed), 0, NULL},
+    {"_last_proc", T_ULONGLONG, offsetof(Inbox, last_proc), 0, NULL},
+    {"_last_actor", T_ULONGLONG, offsetof(Inbox, last_actor), 0, NULL},
+    {"is_mixed", T_BOOL, offsetof(Inbox, is_mixed), 0, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 static PyType_Slot inbox_slots[] = {

@@ -126,6 +126,7 @@ class Inbox:
     come_bytes: int
     weigh_at_bytes: int
     closed: object | None
+    is_mixed: bool
 
 def post(
     targets: Targets,

@@ -41,7 +41,7 @@ __all__ = [
     "why_not",
 ]
 
-_VERSION: Final = 17
+_VERSION: Final = 18
 
 SENT: Final = 1
 FULL: Final = 2

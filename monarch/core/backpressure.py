@@ -12,6 +12,9 @@ there is ROOM. In between, whoever has sent there waits, in the adverb, behind i
         goes on    ◄───────── ROOM ─────────────  half of the limit is left
 ```
 
+Who has less there than its share, the limit divided by the processes that have sent what is queued, is not told, and
+sends on up to that: what others have piled up is none of its business.
+
 Both news go the way that the call came: who casts by the agents of hosts is not dialed by each member. So a mailbox
 grows beyond the limit by what its senders send until they hear of it. Only calls count, and only who makes them waits:
 answers, values for ports, supervision and all that agents say passes by.
@@ -77,12 +80,22 @@ class Backpressure:
         sender = envelope.src_proc
         if sender in mailbox.told_full:
             return 0  # it goes on until it hears of it
-        size_bytes = mailbox.weigh()
+        spared_bytes = mailbox.spared.get(sender, 0) - size_of(envelope)
+        if spared_bytes > 0:
+            mailbox.spared[sender] = spared_bytes
+            return 0
+        found_bytes = mailbox.weigh()
+        size_bytes = found_bytes.total()
         if size_bytes <= self.limit_bytes:
+            mailbox.spared.clear()
             return max(self.limit_bytes, size_bytes + self.limit_bytes // 4)
+        share_bytes = self.limit_bytes // len(found_bytes)
+        if found_bytes[sender] <= share_bytes:
+            mailbox.spared[sender] = share_bytes - found_bytes[sender]
+            return 0
         self._proc.tell_known(sender, _FULL, (self._proc.key, instance.actor_id.number), via=envelope.via)
         mailbox.told_full[sender] = envelope.via  # not before: nobody shall tell of room in between
-        if mailbox.weigh() <= self.limit_bytes // 2:
+        if mailbox.weigh().total() <= self.limit_bytes // 2:
             self.ended(instance)
         return self.limit_bytes
 

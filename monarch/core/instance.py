@@ -35,7 +35,7 @@ from monarch.core.driver import Signal
 from monarch.core.envelope import CallKey, Envelope, Flag
 from monarch.core.ids import ActorId
 from monarch.core.loop import ActorLoop, hidden_loop
-from monarch.core.mailbox import Mailbox
+from monarch.core.mailbox import FEW, Mailbox
 from monarch.core.monitor import Down
 from monarch.core.serving import ActorState, Served
 from monarch.core.stacks import Stack, waiting_tasks
@@ -371,14 +371,20 @@ class Instance(Sender):
                 continue
             if phase is not _SERVING or self._current is not None:
                 return
-            if not mailbox.calls:
+            calls = mailbox.calls
+            if mailbox.in_turns or (mailbox.is_mixed and len(calls) > FEW):
+                envelope = mailbox.take_in_turn()
+                if envelope is None:
+                    continue
+            elif calls:
+                try:
+                    envelope = calls.popleft()
+                except IndexError:
+                    continue  # another thread has just withdrawn it
+            else:
                 if self._stopping is not None:
                     self.end(self._stopping)
                 return
-            try:
-                envelope = mailbox.calls.popleft()
-            except IndexError:
-                continue  # another thread has just withdrawn it
             if mailbox.told_full:
                 self.proc_runtime.backpressure.taken(self, envelope)
             self._serve(envelope)

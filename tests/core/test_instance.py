@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -16,6 +17,7 @@ from net import LIMIT_S, Net, until
 from monarch.core.envelope import Envelope, Flag, Kind
 from monarch.core.ids import ActorId
 from monarch.core.instance import Instance, Phase
+from monarch.core.mailbox import FEW
 from monarch.core.monitor import Down
 from monarch.core.proc import Proc
 from monarch.core.serving import Served
@@ -84,16 +86,16 @@ class Life:
         proc.adopt(self.instance)
         self.thread = threading.Thread(target=lambda: self.instance.run(self.fake), name="monarch-test-actor")
         self.tasks: list[asyncio.Task[None]] = []
-        self.seq = 0
+        self.seqs: Counter[int] = Counter()
         if start:
             self.thread.start()
 
-    def call(self, name: str) -> None:
+    def call(self, name: str, sender: int = 0) -> None:
         envelope = Envelope(
-            Kind.CALL, self.proc.key, self.instance.actor_id.number, 0, self.proc.key, 0, [name.encode()]
+            Kind.CALL, self.proc.key, self.instance.actor_id.number, 0, self.proc.key, sender, [name.encode()]
         )
-        envelope.flags, envelope.seq, envelope.reply_port = Flag.SEQUENCED | Flag.SILENT, self.seq, 99
-        self.seq += 1
+        envelope.flags, envelope.seq, envelope.reply_port = Flag.SEQUENCED | Flag.SILENT, self.seqs[sender], 99
+        self.seqs[sender] += 1
         self.proc.send(envelope, self.proc.proc_id)
 
     def end(self, down: Down = _STOP) -> Down:
@@ -220,6 +222,19 @@ def test_a_call_that_never_waits_costs_no_turn_of_the_loop(proc: Proc) -> None:
         until(lambda n=n: life.fake.log.count("quick") == n + 1)
     assert len(turns) <= 2
     life.end()
+
+
+def test_a_flood_of_one_sender_does_not_starve_another(proc: Proc) -> None:
+    life = Life(proc, start=False)
+    for n in range(FEW + 100):
+        life.call(str(n))
+    life.call("other", sender=7)
+    life.thread.start()
+    assert life.end() == _STOP
+
+    served = [each for each in life.fake.log if each.isdecimal()]
+    assert served == [str(n) for n in range(FEW + 100)]
+    assert life.fake.log.index("other") < 10
 
 
 def test_control_comes_before_calls(proc: Proc) -> None:

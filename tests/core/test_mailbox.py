@@ -51,6 +51,75 @@ def test_the_order_of_each_sender_is_restored_for_any_interleaving(order: list[t
         assert [e.seq for e in taken if e.src_actor == sender] == list(range(sum(s == sender for s, _ in order)))
 
 
+def _take_in_turns(mailbox: Mailbox) -> list[Envelope]:
+    taken = []
+    while (envelope := mailbox.take_in_turn()) is not None:
+        taken.append(envelope)
+    return taken
+
+
+@given(arrivals(), st.integers(0, 50))
+def test_senders_take_turns_and_each_keeps_its_order(order: list[tuple[int, int]], look: int) -> None:
+    mailbox, taken = Mailbox(Signal()), []
+    for at, (sender, seq) in enumerate(order):
+        mailbox.put(_message(sender, seq))
+        if at == look and (first := mailbox.take_in_turn()) is not None:
+            taken.append(first)
+    assert len(mailbox) == len(order) - len(taken)
+    taken += _take_in_turns(mailbox)
+
+    senders = {sender for sender, _ in order}
+    assert len(taken) == len(order) and not len(mailbox) and mailbox.drain() == []
+    for sender in senders:
+        assert [e.seq for e in taken if e.src_actor == sender] == list(range(sum(s == sender for s, _ in order)))
+    if look >= len(order):
+        assert {e.src_actor for e in taken[: len(senders)]} == senders
+
+
+def test_one_call_does_not_wait_behind_all_that_another_sender_has_piled_up() -> None:
+    mailbox = Mailbox(Signal())
+    for seq in range(1000):
+        mailbox.put(_message(1, seq))
+    mailbox.take_in_turn()
+    mailbox.put(_message(2, 0))
+
+    assert [each.src_actor for each in _take_in_turns(mailbox)][:3] == [1, 2, 1]
+
+
+@given(arrivals(), st.integers(0, 20))
+def test_the_place_of_a_call_is_how_many_are_served_before_it(order: list[tuple[int, int]], at_first: int) -> None:
+    mailbox = Mailbox(Signal())
+    calls = {}
+    for at, (sender, seq) in enumerate(sorted(order)):  # none waits for an earlier one
+        message = calls[at] = _message(sender, seq)
+        message.reply_port = at + 1
+        mailbox.put(message)
+    served = [found.reply_port for _ in range(at_first) if (found := mailbox.take_in_turn()) is not None]
+    places = {call.reply_port: mailbox.place(call.call) for call in calls.values()}
+    left = [each.reply_port for each in _take_in_turns(mailbox)]
+    if served:  # else nobody takes turns yet
+        assert [places[port] for port in left] == list(range(len(left)))
+    assert all(places[port] is None for port in served)
+
+
+def test_calls_that_are_in_turns_are_withdrawn_weighed_and_drained() -> None:
+    mailbox = Mailbox(Signal())
+    calls = [_message(sender, seq) for sender in (1, 2) for seq in range(3)]
+    for port, call in enumerate(calls, 1):
+        call.reply_port = port
+        mailbox.put(call)
+    first = mailbox.take_in_turn()
+    mailbox.put(late := _message(3, 0))
+
+    assert first is calls[0] and len(mailbox) == 6
+    assert mailbox.withdraw(first.call) is None
+    assert mailbox.withdraw(calls[4].call) is calls[4]
+    assert [mailbox.withdraw(each.call) for each in calls[1:3]] == calls[1:3] and len(mailbox) == 3
+    assert mailbox.weigh().total() == sum(map(size_of, [calls[3], calls[5], late]))
+    assert mailbox.lighten(0) == mailbox.come_bytes > 0
+    assert mailbox.drain() == [calls[3], calls[5], late] and not len(mailbox) and mailbox.take_in_turn() is None
+
+
 def test_senders_are_told_apart_by_process_and_actor() -> None:
     mailbox = Mailbox(Signal())
     for proc in (5, 6):
@@ -230,14 +299,14 @@ def test_it_knows_about_what_it_holds() -> None:
     late = _message(2, 1)
     late.parts = [bytes(500)]
     mailbox.put(late)
-    whole = mailbox.weigh()
+    whole = mailbox.weigh().total()
     assert whole == mailbox.come_bytes == sum(sizes) + 3 * 4 + 500 + 4 * 1024
 
     first = take(mailbox)
     assert first is not None and mailbox.come_bytes == whole  # an upper limit
     assert mailbox.lighten(size_of(first)) == whole - 1024 - 4
     assert mailbox.withdraw((5, 12)) is not None
-    assert mailbox.weigh() == 100 + 4 + 500 + 2 * 1024
+    assert mailbox.weigh().total() == 100 + 4 + 500 + 2 * 1024
     take(mailbox)
     assert mailbox.lighten(0) == 0  # nothing is left that can be taken
 
@@ -297,5 +366,5 @@ def test_what_comes_while_it_is_weighed_is_not_forgotten() -> None:
     mailbox.put(Envelope(Kind.CALL, 1, 2, 0, 5, 1, []))
     mailbox.calls[0].parts.append(Part())  # type: ignore[arg-type]
 
-    assert mailbox.weigh() == size_of(mailbox.calls[0])
+    assert mailbox.weigh().total() == size_of(mailbox.calls[0])
     assert mailbox.come_bytes == sum(map(size_of, mailbox.calls))

@@ -183,6 +183,21 @@ def test_nobody_else_waits_meanwhile(trio: Trio, gate: Path) -> None:
     assert trio.have_taken(flooding.get(LIMIT_S), 0, 0)
 
 
+def test_who_sends_little_to_a_full_mailbox_does_not_wait_for_those_who_have_filled_it(trio: Trio, gate: Path) -> None:
+    full = trio.worker(0)
+    beside = trio.procs.slice(gpus=0).spawn("beside", Worker)
+    full.hold.broadcast(str(gate))
+    flooding = trio.worker(1).flood_until.call_one(str(gate), full)
+    until(lambda: "flood_until has been running" in str(flooding.exception(WAITS_S)))
+    for number in range(3):
+        full.take.broadcast(number)
+        assert beside.seven.call_one().get(LIMIT_S) == 7  # whatever that process had to tell, has come
+        assert not context().actor_instance.proc_runtime.backpressure.full
+
+    gate.touch()
+    assert trio.have_taken(flooding.get(LIMIT_S) + 3, 0, 0)
+
+
 @pytest.mark.parametrize("flood", ["flood", "flood_async"])
 def test_two_who_flood_each_other_end(trio: Trio, flood: str) -> None:
     a, b = trio.worker(0), trio.worker(1)

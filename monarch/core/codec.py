@@ -10,7 +10,8 @@ what by reference (everything that can be imported), which buffers leave the pic
 - The encoder hands out *private snapshots*: memory that the sender could still change is copied, once, into memory from
   `allocate`; only `bytes`, which nobody can change, are passed on uncopied. So the sender may go on writing at once.
   Of what the sender gives up with the message (`encode_last`), memory that was lent to it is passed on, too.
-- `decode` takes ownership of the parts: results are built over them, writable and uncopied. A part that is `bytes` is
+- `decode` takes ownership of the parts: arrays and tensors are built over them, writable and uncopied. `bytes` and
+  `bytearray` own their memory, so they are a copy, unless the part is of their own kind. A part that is `bytes` is
   copied where the result must be writable. Who decodes parts more than once gives each a copy (`private_parts`).
 
 It leaves to others what the buffers travel in, and how objects of the library (references, ports) reduce themselves.

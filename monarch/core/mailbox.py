@@ -11,7 +11,7 @@ left: who sends one call does not wait behind all that others have piled up.
 
 from __future__ import annotations
 
-import threading
+from _thread import RLock  # that of `threading` is a function around it
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -87,7 +87,7 @@ class Mailbox(_Inbox):
         self.in_turns: OrderedDict[tuple[int, int], deque[Envelope]] = OrderedDict()
         """What came before all `calls`, by sender; whose turn is next first."""
         self.come_bytes, self.weigh_at_bytes = 0, min(weigh_at_bytes, _NEVER)
-        self._lock = threading.Lock()
+        self._lock = RLock()  # the handler of a signal may send to the very actor that it interrupts
         self.is_mixed, self._last_proc, self._last_actor = False, 0, 0
         self.controls: deque[Callable[[], None]] = deque()
         """What the runtime is to do on the actor's thread."""
@@ -181,12 +181,13 @@ class Mailbox(_Inbox):
         lines, calls = self.in_turns, self.calls
         with self._lock:
             for _ in range(len(calls)):
-                each = calls.popleft()
+                each = calls[0]
                 sender = each.src_proc, each.src_actor
                 line = lines.get(sender)
                 if line is None:
                     line = lines[sender] = deque()
                 line.append(each)
+                calls.popleft()  # now that it is there: an interrupt in between loses nothing
             if not lines:
                 return None
             sender, line = next(iter(lines.items()))
@@ -267,6 +268,7 @@ class Mailbox(_Inbox):
                 for sender in [s for s in list(known) if s[0] == proc_key]:  # the compiled part adds some meanwhile
                     del known[sender]
             self.told_full.pop(proc_key, None)
+            self.spared.pop(proc_key, None)
             self._behind = [
                 (sender, 0 if sender[0] == proc_key else seq, action) for sender, seq, action in self._behind
             ]

@@ -12,6 +12,7 @@ Theory of operation. A slot of a segment goes through
 - Slots have sizes of powers of two, and pages for what was needed so far. The slot that was free last is taken first:
   its pages are in the caches. Fresh pages cost ten times a copy, so the pool keeps what it has while it is used.
 - What a receiver held when its process died is free again, and so is what was in flight over a link that is given up.
+- What a receiver holds when it forks comes back then; where it could not copy that, never (`segments`: KEPT).
 - A slot that a receiver sends back with its answer is lent to this process itself, until the answer is let go.
 - Segments are never closed while their pool lives, so that a receiver maps each of them once.
 - Where pages cannot be had, or the pool's limit is reached, `allocate` returns None, and the caller takes another way.
@@ -30,8 +31,9 @@ from typing import Final
 from monarch.log import get_logger
 from monarch.transports.available import available_bytes
 from monarch.transports.base import Buffer
+from monarch.transports.mappings import in_pages
 from monarch.transports.memory import Memory, at_end, copy
-from monarch.transports.segments import MARKS_EACH, SMALLEST_BYTES, Holder, Segment, Slot, borrow, in_pages
+from monarch.transports.segments import MARKS_EACH, SMALLEST_BYTES, Holder, Segment, Slot, borrow
 
 log = get_logger("monarch.shm")
 
@@ -45,6 +47,7 @@ class Lease(Memory):  # type: ignore[misc, valid-type]
 
     slot: Slot
     pool: Pool
+    keeper: object
     end: CodeType
 
 
@@ -86,8 +89,9 @@ class Pool:
             return None
         slot.receivers = receivers
         slot.lent_count = 0
-        lease = Lease.from_address(slot.address)
-        lease.slot, lease.pool, lease.end = slot, self, at_end(self._returned.append, slot)
+        address, keeper = slot.place()
+        lease = Lease.from_address(address)
+        lease.slot, lease.pool, lease.keeper, lease.end = slot, self, keeper, at_end(self._returned.append, slot)
         return memoryview(lease).cast("B")[:size_bytes]
 
     def slot_of(self, part: Buffer) -> Slot | None:

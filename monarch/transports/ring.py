@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final
 
 from monarch import compiled, sealed
 from monarch.transports.base import BIG_BYTES
-from monarch.transports.segments import Mapping
+from monarch.transports.mappings import Mapping
 from monarch.wake import OwnedFd
 
 if TYPE_CHECKING:

@@ -20,8 +20,9 @@ A mapping keeps the memory that it shows, so a loan outlives the owner of the se
 write to memory that cannot be had, so pages are reserved before they are written; and a file that another process cuts
 off, so segments are `sealed`, and those of others are refused where they are not.
 
-In a child that the user forks, mappings become private: as with other memory, neither sees what the other writes, and
-the end of the child's loans changes nothing.
+When the user forks, loans become ordinary memory of this process, and end: see `mappings`. As with other memory,
+neither parent nor child sees what the other writes. Where there is no memory for that, the slot is KEPT, and never free
+again.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import weakref
 from collections.abc import Iterator
 from types import CodeType
 from typing import Any, Final, Protocol
 
 from monarch import compiled, sealed
+from monarch.transports.mappings import FREE, KEPT, LENT, POPULATE_WRITE, TAKEN, Hold, Mapping, forking, in_pages, libc
 from monarch.transports.memory import Lent, allocate, at_end, forget_loan, in_halves, note_loan
 
 SMALLEST_BYTES: Final = 64 << 10
@@ -43,79 +44,15 @@ SMALLEST_BYTES: Final = 64 << 10
 MARKS_EACH: Final = 256
 """A slot can be lent to so many receivers at a time."""
 
-_FREE, _LENT, _TAKEN = range(3)  # what a mark says
 _SEGMENT_BYTES: Final = 256 << 20  # of address space; pages come when they are needed
 _MOST_SLOTS: Final = 256
 _RESERVE_BYTES: Final = 64 << 20  # in one call: a signal makes the kernel begin that call again
-_PAGE: Final = mmap.PAGESIZE
-_libc: Final = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_MAP_FAILED: Final = ctypes.c_void_p(-1).value
-_MAP_FIXED: Final = 0x10
-_POPULATE_WRITE: Final = 23  # not in `mmap`; kernels before 5.14 refuse it
-
-
-class Mapping:
-    """A file of shared memory in this process's address space, until the last reference is gone."""
-
-    __slots__ = ("__weakref__", "address", "fd", "marks", "size_bytes")
-
-    def __init__(self, fd: int) -> None:
-        """Owns `fd`, also when it raises.
-
-        Raises:
-            OSError: no room in the address space.
-        """
-        self.fd = fd
-        self.address = 0
-        self.size_bytes = os.fstat(fd).st_size
-        self.address = self._map(mmap.MAP_SHARED)
-        self.marks = (ctypes.c_ubyte * self.size_bytes).from_address(self.address)
-        _mappings.add(self)
-
-    def _map(self, flags: int) -> int:
-        access = mmap.PROT_READ | mmap.PROT_WRITE
-        found: int = _libc.mmap(self.address, self.size_bytes, access, flags, self.fd, 0)
-        if found == _MAP_FAILED:
-            code = ctypes.get_errno()
-            raise OSError(code, f"cannot map {self.size_bytes} bytes of shared memory: {os.strerror(code)}")
-        return found
-
-    def close_fd(self) -> None:
-        """Do without the descriptor from now on; a forked child then has zeros here."""
-        fd, self.fd = self.fd, -1
-        os.close(fd)
-
-    def make_private(self) -> None:
-        self._map(mmap.MAP_PRIVATE | _MAP_FIXED | (mmap.MAP_ANONYMOUS if self.fd < 0 else 0))
-
-    def __del__(self, munmap: Any = _libc.munmap, close: Any = os.close) -> None:
-        if self.address:
-            munmap(self.address, self.size_bytes)
-        if self.fd >= 0:
-            close(self.fd)
-
-
-_mappings: Final[weakref.WeakSet[Mapping]] = weakref.WeakSet()
-
-
-def _in_forked_child() -> None:
-    for mapping in list(_mappings):
-        mapping.make_private()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_forked_child)
 
 
 class Loan(Lent):
     """A receiver's hold on a slot."""
 
-    mapping: Mapping
-    mark: int
+    hold: Hold
     end: CodeType
 
 
@@ -131,9 +68,9 @@ def _swap(marks: Any, mark: int, old: int, new: int) -> bool:
     return found
 
 
-def _give_back(mapping: Mapping, mark: int, address: int) -> None:
-    forget_loan(address)
-    mapping.marks[mark] = _FREE
+def _give_back(hold: Hold) -> None:
+    forget_loan(hold.address)
+    hold.end()
 
 
 def _check_place(file_bytes: int, offset: int, size_bytes: int, mark: int) -> None:
@@ -149,13 +86,14 @@ def borrow(mapping: Mapping, offset: int, size_bytes: int, mark: int) -> memoryv
         TakenBack: it is not lent any more.
     """
     _check_place(mapping.size_bytes, offset, size_bytes, mark)
-    address = mapping.address + offset
-    if not _swap(mapping.marks, mark, _LENT, _TAKEN):
-        raise TakenBack
-    end = at_end(_give_back, mapping, mark, address)
-    loan = Loan.from_address(address)
-    loan.mapping, loan.mark, loan.size_bytes, loan.end = mapping, mark, size_bytes, end
-    note_loan(address, loan)
+    with forking:
+        if not _swap(mapping.marks, mark, LENT, TAKEN):
+            raise TakenBack
+        hold = Hold(mapping, offset, size_bytes, mark)
+    end = at_end(_give_back, hold)
+    loan = Loan.from_address(hold.address)
+    loan.hold, loan.size_bytes, loan.end = hold, size_bytes, end
+    note_loan(hold.address, loan)
     return memoryview(loan).cast("B")[:size_bytes]
 
 
@@ -175,11 +113,11 @@ class Unmapped:
             done = 0
             while done < size_bytes:
                 done += os.preadv(self._fd, [own[done:]], offset + done)
-            if os.pread(self._fd, 1, mark)[0] != _LENT:  # it may have been used again meanwhile
+            if os.pread(self._fd, 1, mark)[0] != LENT:  # it may have been used again meanwhile
                 raise TakenBack
             return own
         finally:
-            os.pwrite(self._fd, bytes((_FREE,)), mark)
+            os.pwrite(self._fd, bytes((FREE,)), mark)
 
     def __del__(self, close: Any = os.close) -> None:
         close(self._fd)
@@ -243,7 +181,6 @@ class Slot:
     """One place in a segment. Belongs to its pool, then to its lease."""
 
     __slots__ = (
-        "address",
         "first_mark",
         "free_since_s",
         "lent",
@@ -258,7 +195,6 @@ class Slot:
     def __init__(self, segment: Segment, index: int) -> None:
         self.segment = segment
         self.offset = segment.head_bytes + index * segment.slot_bytes
-        self.address = segment.mapping.address + self.offset
         self.first_mark = index * MARKS_EACH
         self.reserved_bytes = 0
         self.receivers = 1
@@ -267,6 +203,11 @@ class Slot:
         self.taken_back: set[int] = set()  # marks that are not used any more
         self.free_since_s = 0.0
 
+    def place(self) -> tuple[int, object]:
+        """Where it is now, and what keeps the memory there."""
+        marks = self.segment.mapping.marks
+        return ctypes.addressof(marks) + self.offset, marks
+
     def reserve(self, size_bytes: int) -> None:
         """Have pages for so much; they may be written then.
 
@@ -274,14 +215,15 @@ class Slot:
             OSError: the system has not so much memory.
         """
         reserved = self.reserved_bytes
+        address, keeper = self.place()
         refused: list[int] = []
 
         def populate(start: int, count: int) -> None:
-            if _libc.madvise(self.address + reserved + start, count, _POPULATE_WRITE):
+            if libc.madvise(address + reserved + start, count, POPULATE_WRITE):
                 refused.append(start)
 
         # Has them mapped here, too: 256 MiB take 80 ms, and 170 when each is mapped by the first write to it.
-        in_halves(populate, size_bytes - reserved, self)
+        in_halves(populate, size_bytes - reserved, keeper)
         if refused:
             self.discard()
             for start in range(0, size_bytes, _RESERVE_BYTES):
@@ -292,7 +234,8 @@ class Slot:
 
     def discard(self) -> bool:
         """Give the pages back to the system; False where it refuses."""
-        if _libc.madvise(self.address, self.segment.slot_bytes, mmap.MADV_REMOVE):
+        address, _keeper = self.place()
+        if libc.madvise(address, self.segment.slot_bytes, mmap.MADV_REMOVE):
             return False
         self.reserved_bytes = 0
         return True
@@ -303,7 +246,7 @@ class Slot:
             mark = self.first_mark + self.lent_count
             self.lent_count += 1
             if mark not in self.taken_back:
-                self.segment.mapping.marks[mark] = _LENT
+                self.segment.mapping.marks[mark] = LENT
                 self.lent.append((mark, holder))
                 return mark
         return None
@@ -322,9 +265,11 @@ class Slot:
 
     def _is_held(self, mark: int, holder: Holder) -> bool:
         marks = self.segment.mapping.marks
+        if marks[mark] == KEPT:  # also when the holder is gone
+            return True
         if not marks[mark] or holder.is_gone:
             return False
-        if compiled.part is not None and holder.is_over and compiled.part.swap(marks, mark, _LENT, _FREE):
+        if compiled.part is not None and holder.is_over and compiled.part.swap(marks, mark, LENT, FREE):
             self.taken_back.add(mark)
             return False
         return True
@@ -339,7 +284,3 @@ def can_share() -> str:
     except OSError as error:
         return f"a file of shared memory cannot be had: {error.strerror or error}"
     return ""
-
-
-def in_pages(size_bytes: int) -> int:
-    return -(-size_bytes // _PAGE) * _PAGE

@@ -8,7 +8,8 @@ A link is a unix socket with a `ring` beside it for small frames. Everything goe
 of the pool, else after one copy, and the frame has its description: (segment, mark, offset, how it is lent). The
 descriptor of a segment travels ahead of the first part in it, in the same stream (SCM_RIGHTS), so that what was sent
 can still be read when the sender has died. A part that was put there for a single receiver is lent to it for good: it
-may write there, and send it back in place of a copy. Of one for several, each makes a copy.
+may write there, and send it back in place of a copy, until it forks (`mappings`). Of one for several, each makes a
+copy.
 
 A process that has all its descriptors in use loses those that arrive. It opens the segment by the number that its owner
 has for it, with a descriptor that was kept for that, and reads a copy.
@@ -34,10 +35,11 @@ from monarch.errors import RemoteProtocolError
 from monarch.transports.base import Buffer, Missing, Viability
 from monarch.transports.framing import DESCRIPTION_BYTES, FrameDecoder, encode_joined
 from monarch.transports.ipc import UnixTransport
+from monarch.transports.mappings import Mapping, forking
 from monarch.transports.memory import Returned, copied
 from monarch.transports.pool import Pool
 from monarch.transports.ring_link import RingLink
-from monarch.transports.segments import Mapping, TakenBack, Unmapped, attach, borrow, can_share
+from monarch.transports.segments import TakenBack, Unmapped, attach, borrow, can_share
 from monarch.transports.stream import StreamLink, severed
 
 _DESCRIPTION: Final = Struct("<IIQII")  # segment, mark, offset, kind of loan, descriptor of the owner
@@ -204,10 +206,12 @@ class _Sharing:
         """The description of a part that the peer has lent, over this link, and can have back."""
         returned = part.obj if type(part) is memoryview else None
         if type(returned) is Returned:
-            loan = returned.loan
-            for number, segment in self._segments.items():
-                if segment is loan.mapping:
-                    return _DESCRIPTION.pack(number, loan.mark, 0, _RETURNED, 0)
+            hold = returned.loan.hold
+            with forking:
+                for number, segment in self._segments.items():
+                    if segment is hold.mapping:  # which has none any more where a fork has made it private
+                        hold.is_passed_on = True
+                        return _DESCRIPTION.pack(number, hold.mark, 0, _RETURNED, 0)
         return None
 
     def borrowed(self, description: bytes, size_bytes: int) -> Buffer:

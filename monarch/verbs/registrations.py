@@ -22,6 +22,7 @@ from attrs import define
 from monarch.errors import TransferError
 from monarch.verbs.adapter import OpenDevice, Region
 from monarch.verbs.dmabuf import exported
+from monarch.verbs.pins import Pin, pin
 
 _MOST_BYTES: Final = 4 << 30
 
@@ -34,11 +35,27 @@ def memlock_limit() -> int | None:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
+class _Pinned:
+    """Registered memory of this process, whose pages stay."""
+
+    def __init__(self, region: Region, pin: Pin) -> None:
+        self._region, self._pin = region, pin
+        self.lkey, self.rkey = region.lkey, region.rkey
+
+    def close(self) -> None:
+        self._region.close()
+        self._pin.release()
+
+
 def register(device: OpenDevice, address: int, size_bytes: int) -> Region:
     """Raises: TransferError, that names the limit where it is one."""
+    pinned = pin(address, size_bytes)  # before the device looks where the pages are
     try:
-        return device.register(address, size_bytes)
-    except OSError as error:
+        return _Pinned(device.register(address, size_bytes), pinned)
+    except BaseException as error:
+        pinned.release()
+        if not isinstance(error, OSError):
+            raise
         if error.errno not in (errno.ENOMEM, errno.EAGAIN, errno.EPERM) and "ocate memory" not in str(error):
             raise TransferError(f"{size_bytes} bytes could not be registered with the RDMA device: {error}") from error
         limit = memlock_limit()

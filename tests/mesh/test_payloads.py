@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import signal
 from typing import Any
@@ -17,6 +18,7 @@ from monarch.transports import registry
 numpy = pytest.importorskip("numpy")
 
 MIB = 1 << 20
+LIMIT_S = 30
 
 
 class _Cycle:
@@ -76,8 +78,52 @@ class Keeper(Actor):
         return int(self.kept[0])
 
     @endpoint
+    def work_on_it(self, value: Any, number: int) -> list[int]:
+        """What a process that is forked, as the workers of a data loader are, sees of the value while it is changed."""
+        forks = multiprocessing.get_context("fork")
+        go, said = forks.Event(), forks.Queue()
+        worker = forks.Process(target=_look, args=(value, go, said))
+        worker.start()
+        value += number
+        go.set()
+        seen = said.get(timeout=20)
+        worker.join(20)
+        return [seen, int(value[0])]
+
+    @endpoint
+    def return_forked(self, value: Any, number: int) -> Any:
+        self.kept = value
+        self._start_worker()
+        value += number
+        return value
+
+    @endpoint
+    def start_worker(self) -> None:
+        self._start_worker()
+
+    def _start_worker(self) -> None:
+        """One that looks, when it is told to, at what was kept, and that nobody keeps here from now on."""
+        forks = multiprocessing.get_context("fork")
+        self.go, self.said = forks.Event(), forks.Queue()
+        self.worker = forks.Process(target=_look, args=(self.kept, self.go, self.said))
+        self.worker.start()
+        self.kept = None
+
+    @endpoint
+    def ask_worker(self) -> int:
+        self.go.set()
+        seen = self.said.get(timeout=20)
+        self.worker.join(20)
+        return int(seen)
+
+    @endpoint
     def pid(self) -> int:
         return os.getpid()
+
+
+def _look(value: Any, go: Any, said: Any) -> None:
+    if go.wait(20):
+        said.put(int(value[len(value) // 2]))
 
 
 class Later(Actor):
@@ -187,3 +233,27 @@ def test_how_much_shared_memory_there_may_be_can_be_set_at_any_time():
             assert pool.statistics()["reserved_bytes"] <= before
         back = keepers.echo.call_one(array).get(20)
         assert (back == array).all() and pool.statistics()["reserved_bytes"] >= 2 * MIB
+
+
+def test_a_forked_worker_sees_what_its_parent_had_received(spawn):
+    one = spawn(Keeper).slice(hosts=0, gpus=0)
+    assert one.work_on_it.call_one(numpy.full(MIB, 1, numpy.uint8), 5).get(LIMIT_S) == [1, 6]
+
+
+def test_a_forked_worker_sees_what_its_parent_let_go_of(spawn):
+    one = spawn(Keeper).slice(hosts=0, gpus=0)
+    one.keep.call_one(numpy.full(MIB, 1, numpy.uint8)).get(LIMIT_S)
+    one.start_worker.call_one().get(LIMIT_S)
+    for number in range(2, 12):
+        one.echo.call_one(numpy.full(MIB, number, numpy.uint8)).get(LIMIT_S)
+    assert one.ask_worker.call_one().get(LIMIT_S) == 1
+
+
+def test_what_a_forked_worker_has_too_may_be_changed_and_returned(spawn):
+    one = spawn(Keeper).slice(hosts=0, gpus=0)
+    back = one.return_forked.call_one(numpy.full(MIB, 1, numpy.uint8), 5).get(LIMIT_S)
+    assert (back == 6).all()
+    back += 1
+    others = [one.add_to.call_one(numpy.full(MIB, number, numpy.uint8), 1).get(LIMIT_S) for number in range(5)]
+    assert one.ask_worker.call_one().get(LIMIT_S) == 1
+    assert (back == 7).all() and all((other == number + 1).all() for number, other in enumerate(others))

@@ -18,9 +18,9 @@ from monarch.errors import LinkSevered, RemoteProtocolError
 from monarch.transports import registry, ring, shm
 from monarch.transports.base import Link, Missing
 from monarch.transports.framing import ELSEWHERE, header
+from monarch.transports.mappings import Mapping
 from monarch.transports.memory import claim
 from monarch.transports.pool import Pool
-from monarch.transports.segments import Mapping
 from tests.transports.drive import SECRET, WAIT_S, Receiver, connected, exchange, wait_until
 
 TRANSPORT = registry.get("shm")
@@ -193,7 +193,7 @@ def test_only_what_was_lent_comes_back(pool, links):
     left, right = links
     part = settled(exchange(left, right, [[b"x" * MIB]])[0])
     assert part is not None
-    part.obj.loan.mark += 1
+    part.obj.loan.hold.mark += 1
     right.send_nowait([[part]])
     assert isinstance(Receiver(left).until_end(), RemoteProtocolError)
 
@@ -214,7 +214,7 @@ def test_many_sizes_pass_over_one_link(pool, links):
 
 
 def test_a_receiver_without_room_to_map_reads(pool, links, monkeypatch):
-    def refuse(mapping: Mapping, flags: int) -> int:
+    def refuse(mapping: Mapping) -> object:
         raise OSError(12, "Cannot allocate memory")
 
     memory = pool.allocate(MIB)

@@ -20,6 +20,7 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: that of this process) and return the exit status."""
+    _open_standard_streams()
     args = _parser().parse_args(argv)
     try:
         status = int(args.run(args))
@@ -30,6 +31,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the interpreter flushes once more at its end
         return 141
     return status
+
+
+def _open_standard_streams() -> None:
+    """One that is closed would be what is opened next, whatever that is."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(fd)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -338,6 +338,9 @@ def test_the_command_line_has_a_shell_on_a_host_of_the_job(tmp_path: Path, monke
             found = run("shell", *words)
             assert (found.returncode, found.stderr.count("\n")) == (1, 1), found.stderr
             assert found.stderr.startswith("monarch shell: ") and complaint in found.stderr
+        closed = f"exec {sys.executable} -m monarch shell <&-"
+        environment = {**os.environ, **ENVIRONMENT, "SHELL": "/bin/sh"}
+        subprocess.run(["/bin/sh", "-c", closed], env=environment, stdout=subprocess.DEVNULL, timeout=60, check=True)
         assert run("shell", "--kill", text="exit 2\n").returncode == 2
         assert run("kill").returncode == 1
     finally:

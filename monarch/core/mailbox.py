@@ -11,7 +11,7 @@ left: who sends one call does not wait behind all that others have piled up.
 
 from __future__ import annotations
 
-from _thread import RLock  # that of `threading` is a function around it
+import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Final
 from monarch import compiled
 from monarch.core.driver import Signal
 from monarch.core.envelope import CallKey, Envelope, Flag
+from monarch.core.held import undisturbed
 from monarch.core.monitor import Down
 
 _SEQUENCED: Final = Flag.SEQUENCED
@@ -87,7 +88,7 @@ class Mailbox(_Inbox):
         self.in_turns: OrderedDict[tuple[int, int], deque[Envelope]] = OrderedDict()
         """What came before all `calls`, by sender; whose turn is next first."""
         self.come_bytes, self.weigh_at_bytes = 0, min(weigh_at_bytes, _NEVER)
-        self._lock = RLock()  # the handler of a signal may send to the very actor that it interrupts
+        self._lock = threading.Lock()
         self.is_mixed, self._last_proc, self._last_actor = False, 0, 0
         self.controls: deque[Callable[[], None]] = deque()
         """What the runtime is to do on the actor's thread."""
@@ -179,15 +180,14 @@ class Mailbox(_Inbox):
         For the actor's thread, once there are more than `FEW` of several, and as long as there are some `in_turns`.
         """
         lines, calls = self.in_turns, self.calls
-        with self._lock:
+        with undisturbed(), self._lock:  # the handler of a signal may send to this actor, cancel, and raise
             for _ in range(len(calls)):
-                each = calls[0]
+                each = calls.popleft()
                 sender = each.src_proc, each.src_actor
                 line = lines.get(sender)
                 if line is None:
                     line = lines[sender] = deque()
                 line.append(each)
-                calls.popleft()  # now that it is there: an interrupt in between loses nothing
             if not lines:
                 return None
             sender, line = next(iter(lines.items()))
@@ -206,14 +206,19 @@ class Mailbox(_Inbox):
     def place(self, call: CallKey) -> int | None:
         """How many are ahead of a call in the queue; None when it is not there."""
         with self._lock:
-            lines = list(self.in_turns.values())
-            for turn, line in enumerate(lines):
-                for at, each in enumerate(line):
-                    if each.call == call:
-                        before = sum(min(len(other), at + 1) for other in lines[:turn])
-                        return before + at + sum(min(len(other), at) for other in lines[turn + 1 :])
-            calls = [*chain(*lines), *self.calls]
-            return next((at for at, each in enumerate(calls) if each.call == call), None)
+            calls = list(self.calls)
+            by_sender = {sender: list(line) for sender, line in self.in_turns.items()}
+            if not by_sender and not (self.is_mixed and len(calls) > FEW):
+                return next((at for at, each in enumerate(calls) if each.call == call), None)
+        for each in calls:
+            by_sender.setdefault((each.src_proc, each.src_actor), []).append(each)
+        lines = list(by_sender.values())
+        for turn, line in enumerate(lines):
+            for at, each in enumerate(line):
+                if each.call == call:
+                    before = sum(min(len(other), at + 1) for other in lines[:turn])
+                    return before + at + sum(min(len(other), at) for other in lines[turn + 1 :])
+        return None
 
     def withdraw(self, call: CallKey) -> Envelope | None:
         """Take a call out of the queue; None when it is not there (any more). From any thread."""

@@ -136,7 +136,7 @@ def _reduce_tensor(tensor: Any, outbox: Outbox) -> Any:
         return NotImplemented
     if tensor.is_quantized:
         return _reduce_quantized(tensor)
-    if tensor.layout is not torch.strided or tensor.is_nested:
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor._is_zerotensor():  # that has no memory
         return NotImplemented
     name = _dtype_name(tensor.dtype)
     if tensor.requires_grad:

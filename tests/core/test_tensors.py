@@ -331,6 +331,8 @@ def test_a_subclass_that_pickles_in_its_own_way_does_so(monkeypatch: pytest.Monk
 def test_what_is_special_is_left_to_torch() -> None:
     sparse = torch.eye(3).to_sparse()
     assert torch.equal(sent(sparse).to_dense(), torch.eye(3))
+    with pytest.raises(RuntimeError, match="ZeroTensor is not serializable"):
+        sent(torch._efficientzerotensor((3,)))
     meta = torch.empty(3, device="meta")
     assert sent(meta).is_meta
     quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)

@@ -46,6 +46,11 @@ while pid > 1:
 ENVIRONMENT = {"PYTHONPATH": os.pathsep.join(sys.path), "ENV": "", "TERM": "vt100"}
 
 
+def _begin_in_a_window() -> None:
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a test run that goes on behind a closed window ignores it
+
+
 class Window:
     """A terminal window with a program in it."""
 
@@ -61,7 +66,7 @@ class Window:
             stdout=self.slave,
             stderr=self.slave,
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            preexec_fn=_begin_in_a_window,
         )
 
     @classmethod

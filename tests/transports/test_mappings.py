@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,14 +18,13 @@ from attrs import define
 
 from monarch import compiled
 from monarch.transports import mappings, registry
-from monarch.transports.base import Link
 from monarch.transports.mappings import Mapping
 from monarch.transports.memory import Claim, claim
 from monarch.transports.pool import Pool
 from monarch.transports.segments import borrow, can_share
 from monarch.verbs.registrations import register
 from tests.forks import LIMIT_S, fork
-from tests.transports.drive import Receiver, connected, exchange, wait_until
+from tests.transports.drive import Receiver, exchange, wait_until
 
 TRANSPORT = registry.get("shm")
 MIB = 1 << 20
@@ -42,19 +41,6 @@ without_populate = pytest.mark.skipif(bool(compiled.why_not), reason=compiled.wh
 class Holder:
     is_gone: bool = False
     is_over: bool = False
-
-
-@pytest.fixture
-def pool(monkeypatch: pytest.MonkeyPatch) -> Pool:
-    pool = Pool(64 * MIB)
-    monkeypatch.setattr(TRANSPORT, "memory", pool)
-    return pool
-
-
-@pytest.fixture
-def links(pool: Pool) -> Iterator[tuple[Link, Link]]:
-    with connected(TRANSPORT) as pair:
-        yield pair
 
 
 def lent(pool: Pool, content: bytes, mapping: Mapping | None = None, holder: Holder | None = None) -> memoryview:

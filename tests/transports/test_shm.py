@@ -16,11 +16,10 @@ import pytest
 from monarch import sealed
 from monarch.errors import LinkSevered, RemoteProtocolError
 from monarch.transports import registry, ring, shm
-from monarch.transports.base import Link, Missing
+from monarch.transports.base import Missing
 from monarch.transports.framing import ELSEWHERE, header
 from monarch.transports.mappings import Mapping
 from monarch.transports.memory import claim
-from monarch.transports.pool import Pool
 from tests.transports.drive import SECRET, WAIT_S, Receiver, connected, exchange, wait_until
 
 TRANSPORT = registry.get("shm")
@@ -28,19 +27,6 @@ MIB = 1 << 20
 ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.skipif(not TRANSPORT.viability().ok, reason=TRANSPORT.viability().reason)
-
-
-@pytest.fixture
-def pool(monkeypatch: pytest.MonkeyPatch) -> Pool:
-    pool = Pool(64 * MIB)
-    monkeypatch.setattr(TRANSPORT, "memory", pool)
-    return pool
-
-
-@pytest.fixture
-def links(pool: Pool) -> Iterator[tuple[Link, Link]]:
-    with connected(TRANSPORT) as pair:
-        yield pair
 
 
 def test_a_large_part_is_lent_and_comes_back(pool, links):
